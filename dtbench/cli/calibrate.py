@@ -16,25 +16,27 @@ from dtbench.cli import options
     "--validate",
     type=options.FILE,
     metavar="TOPOLOGY",
-    help="Instead: how well it predicts RUNs that it was not fitted on.",
+    help="Instead: score its predictions of RUNs that it was not fitted to.",
 )
 @click.option(
     "--same",
     is_flag=True,
-    help="With --validate: allow runs that it was fitted on, which gives too small errors.",
+    help="With --validate: allow runs that it was fitted to, which gives too small errors.",
 )
-@click.option("--split", is_flag=True, help="Instead: fit every second size of one RUN, predict the rest.")
+@click.option(
+    "--split", is_flag=True, help="Instead: fit to every second size of a RUN and score the other sizes."
+)
 @options.JSON
 def calibrate_command(
     runs: tuple[Path, ...], output: Path | None, validate: Path | None, same: bool, split: bool, as_json: bool
 ) -> None:
-    """Fits the cost model to runs and writes a topology, or checks one.
+    """Fits the cost model to runs and writes a topology, or scores one.
 
-    Fits to their collectives and changes of placement. Prints per mesh dim latency and bandwidth with their intervals,
-    PyTorch's constants, and the error of both. --validate prints the noise between launches, too.
+    Uses the suites collectives and redistribute. Prints latency and bandwidth of each mesh dim with their intervals,
+    PyTorch's constants, and the errors of both. --validate also prints the noise between launches.
 
-    Of runs of the suite bucketer: the smallest bucket of gradients within 5% of the best rate, as bucket_cap_mb, with
-    its interval. These need no -o.
+    For runs of the suite bucketer, prints the smallest bucket of gradients within 5% of the best rate, as
+    bucket_cap_mb, with its interval. These runs need no -o.
 
     \b
     Examples:
@@ -46,15 +48,15 @@ def calibrate_command(
     if split and validate is not None:
         raise click.UsageError("--validate and --split exclude each other: give one of them")
     if same and validate is None:
-        raise click.UsageError("--same is for --validate TOPOLOGY")
+        raise click.UsageError("--same requires --validate TOPOLOGY")
     if split and len(runs) != 1:
-        raise click.UsageError(f"--split takes one RUN and no topology, got {len(runs)} files")
+        raise click.UsageError(f"got {len(runs)} files, expected a single RUN with --split")
     if not split and validate is None:
         _fit(runs, output, as_json)
         return
     if output is not None:
         raise click.UsageError(
-            f"-o is the topology to fit, {'--split' if split else '--validate'} writes none: "
+            f"-o is the topology to write, but {'--split' if split else '--validate'} writes none: "
             "leave it out, or give --json"
         )
     from dtbench.cost.calibration.validate import score_runs, score_split
@@ -78,7 +80,7 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
 
     if output is not None and as_json:
         raise click.UsageError(
-            "--json is for --validate, --split and bucket sizes: the topology is JSON itself"
+            "--json is not used with -o, since the topology is JSON; it is for --validate, --split and bucket sizes"
         )
     runs = [read_run(path) for path in paths]
     buckets = bucket_choices(runs)
@@ -86,12 +88,12 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         topology = calibrate(runs)
         write_topology(topology, output)
         print_topology(topology)
-        click.echo(f"the topology is in {output}")
-        # Beside a topology what may be set, no advice on how to measure more.
+        click.echo(f"wrote the topology to {output}")
+        # After a topology, only recommended sizes are printed, without advice on how to measure more.
         buckets = [choice for choice in buckets if choice.bucket_cap_mb is not None]
     elif not buckets:
         raise click.UsageError(
-            "-o missing: give the topology file to write, or --validate or --split; or give a run over several "
+            "missing -o: give the topology file to write, or --validate or --split; or give a run with several "
             f"bucket sizes: {MEASURE}"
         )
     if buckets:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("doctor")
 @options.JSON
 def doctor_command(as_json: bool) -> None:
-    """Checks this machine for sources of noise, with remedies.
+    """Checks this host for sources of noise, and prints remedies.
 
     \b
     Example:
@@ -29,7 +29,7 @@ def doctor_command(as_json: bool) -> None:
 
 
 def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) -> None:
-    """What disturbs a measurement first, each with effect and remedy; then what is in order."""
+    """Prints a table of all findings, then the effect and the remedy of each source of noise."""
     from dtbench.text.table import TableColumn
     from dtbench.text.terminal import new_console, print_json, print_line, print_table
 
@@ -38,18 +38,18 @@ def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) ->
         return
     console = new_console()
     marks = {True: ("ok", "green"), False: ("NOISE", "red"), None: ("unknown", "yellow")}
-    words, styles = zip(*(marks[f.ok] for f in findings), strict=True)
+    labels, styles = zip(*(marks[finding.ok] for finding in findings), strict=True)
     print_table(
         console,
         [
-            TableColumn("", words, styles=styles),
-            TableColumn("check", [f.check for f in findings]),
-            TableColumn("found", [f.got for f in findings]),
+            TableColumn("", labels, styles=styles),
+            TableColumn("check", [finding.check for finding in findings]),
+            TableColumn("found", [finding.got for finding in findings]),
         ],
     )
-    bad = [f for f in findings if f.ok is False]
-    for finding in bad:
+    noisy = [finding for finding in findings if finding.ok is False]
+    for finding in noisy:
         print_line(console, f"{finding.check}: {finding.got}")
         print_line(console, f"    effect: {finding.effect}")
         print_line(console, f"    remedy: {finding.remedy}")
-    print_line(console, f"{len(bad)} of {len(findings)} checks found a source of noise")
+    print_line(console, f"{len(noisy)} of {len(findings)} checks found a source of noise")

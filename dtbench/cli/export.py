@@ -17,20 +17,20 @@ from dtbench.cli import options
     "target",
     required=True,
     type=click.Choice(["torch", "inductor", "autoparallel"]),
-    help="What imports the module.",
+    help="The program that imports the module.",
 )
 @click.option("-o", "--output", required=True, type=options.FILE, help="The Python module to write.")
 def export_command(topology: Path, target: str, output: Path) -> None:
     """Writes a topology as a Python module for torch itself.
 
-    Its constants go into torch's own cost models:
+    The module installs its constants in one of these cost models:
 
     \b
     --to torch         torch.distributed.tensor, which chooses redistributions
     --to inductor      the scheduler of torch.compile, which overlaps collectives
     --to autoparallel  its runtimes per collective, nodes and ranks per node
 
-    The module imports torch at most; its first lines say how to use it.
+    The module imports only torch. Its first lines describe how to use it.
 
     \b
     Example:
@@ -40,4 +40,4 @@ def export_command(topology: Path, target: str, output: Path) -> None:
     from dtbench.records.topology import read_topology
 
     export(read_topology(topology), cast(Target, target), output)
-    click.echo(f"the module is in {output}; its first lines say how to use it")
+    click.echo(f"wrote the module to {output}; its first lines describe how to use it")

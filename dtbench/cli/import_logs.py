@@ -19,17 +19,19 @@ from dtbench.suite.mesh import parse_mesh
     metavar="DIMS",
     type=parse_mesh,
     show_default="the logs' own ranks",
-    help="The mesh whose dims the logs are of, by their ranks: dp=16,tp=8.",
+    help="The mesh, e.g. dp=16,tp=8. A log belongs to the dim that has its number of ranks.",
 )
-@click.option("--dim", metavar="NAME", help="The dim of --mesh that all the logs are of.")
-@click.option("--collective", metavar="NAME", help="What was measured, where a log does not say: all_reduce.")
-@click.option("--ranks", type=click.IntRange(1), help="On how many ranks, where a log does not say.")
+@click.option("--dim", metavar="NAME", help="The dim of --mesh for all logs.")
+@click.option(
+    "--collective", metavar="NAME", help="The collective of logs that do not name it, e.g. all_reduce."
+)
+@click.option("--ranks", type=click.IntRange(1), help="The number of ranks of logs that do not state it.")
 def import_command(files: tuple[Path, ...], output: Path, **of_logs: options.Given) -> int:
     """Reads logs of other benchmarks into a run file.
 
-    Of nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size / time
-    = algbw, busbw / algbw = the collective's factor, wrong data); one that fails is recorded with the reason and no
-    time. The exit code is 5 where any row was refused. Logs that Docker or Kubernetes kept are read, too.
+    Supports nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size /
+    time = algbw, busbw / algbw = the collective's factor, wrong data). A row that fails is recorded with the reason and
+    without a time, and the exit code is 5. Logs may be those of Docker or Kubernetes.
 
     \b
     Examples:

@@ -29,18 +29,20 @@ _EXAMPLE = {"--model": "llama-8b", "--gpus": 8, "--batch": 256}
     help="llama-8b, llama-70b, llama-405b, gpt3-175b, mixtral-8x7b; or a JSON file, also a config.json "
     "of Hugging Face (llama, mistral, mixtral, qwen2, qwen3).",
 )
-@click.option("--gpus", type=click.IntRange(1, 2**20), help="How many GPUs train.")
-@click.option("--batch", type=click.IntRange(1, 2**30), help="Sequences of one step over all GPUs.")
-@click.option("--sequence", type=click.IntRange(1, 2**24), default=4096, help="Tokens of one sequence.")
+@click.option("--gpus", type=click.IntRange(1, 2**20), help="The number of GPUs.")
+@click.option("--batch", type=click.IntRange(1, 2**30), help="Sequences per step over all GPUs.")
+@click.option("--sequence", type=click.IntRange(1, 2**24), default=4096, help="Tokens per sequence.")
 @click.option(
     "--machine",
     "machine_name",
     metavar="NAME|FILE",
     default="a100-8x",
-    help="One of those that --machines lists, or a JSON file that --fit wrote.",
+    help="A name that --machines lists, or a JSON file that --fit wrote.",
 )
 @click.option(
-    "--topology", type=options.FILE, help="What `dtbench calibrate` wrote: prices the links instead."
+    "--topology",
+    type=options.FILE,
+    help="Predict communication from this output of `dtbench calibrate` instead.",
 )
 @click.option(
     "--memory",
@@ -48,15 +50,13 @@ _EXAMPLE = {"--model": "llama-8b", "--gpus": 8, "--batch": 256}
     metavar="GIB",
     help="Memory per GPU, instead of the machine's.",
 )
-@click.option(
-    "--machines", "list_machines", is_flag=True, help="Instead: the machines that come with dtbench."
-)
+@click.option("--machines", "list_machines", is_flag=True, help="Instead: list the built-in machines.")
 @click.option(
     "--validate",
     "table",
     type=options.FILE,
     metavar="TABLE",
-    help="Instead: predict a CSV table of measured steps or collectives.",
+    help="Instead: compare predictions with a CSV table of measured steps or collectives.",
 )
 @click.option(
     "--fit",
@@ -82,11 +82,11 @@ def plan_command(
     list_machines: bool,
     as_json: bool,
 ) -> None:
-    """How to shard a model: layouts by step time and memory.
+    """Chooses layouts for training a model by step time and memory.
 
-    Searches tensor, pipeline, data and sharded data parallelism, micro batches and recomputation for the fastest
-    steps that fit into memory, with an interval and where the time goes. A file for --model has the keys hidden,
-    layers, heads, ffn and vocab; and where they differ, kv_heads, head_dim, gated, experts, experts_per_token, tied.
+    Searches tensor, pipeline, data and sharded data parallelism, micro batches and recomputation for the fastest steps
+    that fit into memory. Prints their intervals and largest losses of time. A file for --model has the keys hidden,
+    layers, heads, ffn and vocab; optional are kv_heads, head_dim, gated, experts, experts_per_token and tied.
 
     \b
     Examples:
@@ -109,7 +109,7 @@ def plan_command(
         {"--model": model, "--batch": batch, "--memory": memory},
     )
     if output is not None and not tables:
-        raise click.UsageError("-o is for --fit, which writes a machine file")
+        raise click.UsageError("-o requires --fit, which writes a machine file")
     if list_machines:
         show.print_machines()
         return
@@ -129,23 +129,23 @@ def plan_command(
         show.print_file(file)
 
 
-def _incomplete(given: Mapping[str, object]) -> click.UsageError:
-    """The error of a search without all of its options: the lacking ones, and a whole command."""
-    lacking = " and ".join(name for name, value in given.items() if value is None)
-    example = " ".join(f"{name} {given[name] or usual}" for name, usual in _EXAMPLE.items())
+def _incomplete(required: Mapping[str, object]) -> click.UsageError:
+    """Returns the error of a search without some required options, with a complete command as an example."""
+    missing = " and ".join(name for name, value in required.items() if value is None)
+    example = " ".join(f"{name} {required[name] or default}" for name, default in _EXAMPLE.items())
     return click.UsageError(
-        f"give {lacking}, such as `dtbench plan {example}`; or --validate TABLE, or --fit TABLE"
+        f"missing {missing}, e.g. `dtbench plan {example}`; or give --validate TABLE, or --fit TABLE"
     )
 
 
-def _check_mode(modes: Mapping[str, object], of_a_search: Mapping[str, object]) -> None:
-    """Raises click.UsageError where two modes are asked for, or one with an option of a search."""
-    chosen = [name for name, value in modes.items() if value]
-    if len(chosen) > 1:
-        raise click.UsageError(f"{' and '.join(chosen)} exclude each other: give one of them")
-    idle = [name for name, value in of_a_search.items() if value is not None]
-    if chosen and idle:
-        raise click.UsageError(f"{chosen[0]} says what is predicted: leave {', '.join(idle)} out")
+def _check_mode(modes: Mapping[str, object], search_options: Mapping[str, object]) -> None:
+    """Raises click.UsageError for two modes, or for a mode with an option of a search."""
+    selected = [name for name, value in modes.items() if value]
+    if len(selected) > 1:
+        raise click.UsageError(f"{' and '.join(selected)} exclude each other: give one of them")
+    ignored = [name for name, value in search_options.items() if value is not None]
+    if selected and ignored:
+        raise click.UsageError(f"{selected[0]} does not use {', '.join(ignored)}: leave it out")
 
 
 def _search(job: TrainingJob, machine: MachineSpec, links: Links, memory: float | None) -> PlanFile:
@@ -154,7 +154,7 @@ def _search(job: TrainingJob, machine: MachineSpec, links: Links, memory: float 
     limit_bytes = (machine.memory_GiB if memory is None else memory) * 2**30 - RESERVED_BYTES
     if not limit_bytes > 0:  # or not a number
         raise click.UsageError(
-            f"--memory {memory:g} leaves nothing beside the {RESERVED_BYTES >> 30} GiB that a GPU's context holds"
+            f"got --memory {memory:g}, expected more than the {RESERVED_BYTES >> 30} GiB that are reserved per GPU"
         )
     return search_layouts(job, machine, links, limit_bytes)
 
@@ -171,18 +171,18 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
     if output is None:
         raise click.UsageError("--fit writes a machine file: give -o FILE.json")
     refuse_taken(output)
-    read = [read_steps(read_table(path), machine, sequence) for path in tables]
+    by_table = [read_steps(read_table(path), machine, sequence) for path in tables]
     measured = MeasuredSteps(
-        steps=[step for one in read for step in one.steps],
-        left_out={why: lines for one in read for why, lines in one.left_out.items()},
-        notes=tuple(dict.fromkeys(note for one in read for note in one.notes)),
+        steps=[step for table in by_table for step in table.steps],
+        left_out={reason: lines for table in by_table for reason, lines in table.left_out.items()},
+        notes=tuple(dict.fromkeys(note for table in by_table for note in table.notes)),
     )
     fitted, held_out = fit_machine(measured, machine, ", ".join(path.name for path in tables))
     write_atomically(
         output, json.dumps(msgspec.to_builtins(fitted), indent=1) + "\n", lambda _: False, "machine"
     )
-    written = f"the machine, fitted to all {len(measured.steps)} steps, is in {output}"
-    return structs.replace(held_out, verdict=(*held_out.verdict, written))
+    message = f"wrote the machine, fitted to all {len(measured.steps)} steps, to {output}"
+    return structs.replace(held_out, verdict=(*held_out.verdict, message))
 
 
 def _links(machine: MachineSpec, topology: Path | None) -> Links:

@@ -1,4 +1,4 @@
-"""The choice of a bucket size: the smallest within 5% of the best, its interval, what `calibrate` prints of it."""
+"""The recommended bucket size, its interval, and the output of `calibrate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chosen(*launches: Sequence[float]) -> BucketChoice:
         ([[1.0, 0.8], [3.0, 3.6], [9.0, 7.2]], 4, None, (1, 4)),
     ],
 )
-def test_the_smallest_size_within_5_percent_of_the_best_rate_is_chosen(
+def test_choose_takes_the_smallest_size_within_5_percent(
     launches: Sequence[Sequence[float]], mib: int, cap_mb: float | None, interval: tuple[int, int] | None
 ) -> None:
     choice = chosen(*launches)
@@ -48,12 +48,12 @@ def test_the_smallest_size_within_5_percent_of_the_best_rate_is_chosen(
     )
 
 
-def test_the_loss_is_against_the_fastest_size() -> None:
+def test_loss_is_relative_to_the_fastest_size() -> None:
     choice = chosen([2.0, 1.06, 1.04, 1.0, 1.3])
     assert (choice.fastest_bytes, choice.loss) == (64 * MIB, pytest.approx(0.04))
 
 
-def test_only_launches_with_every_size_count() -> None:
+def test_launches_without_all_sizes_are_ignored() -> None:
     cases = list(made_up.bucketer())
     one_size = [r for r in cases if r.params["bucket_bytes"] == MIB]
     half = [msgspec.structs.replace(r, launch=1) for r in one_size]
@@ -62,7 +62,7 @@ def test_only_launches_with_every_size_count() -> None:
     assert bucket_choices([made_up.run(one_size)]) == []
 
 
-def test_calibrate_prints_the_choice_of_a_bucketer_run(dtbench: Cli) -> None:
+def test_calibrate_prints_bucket_sizes(dtbench: Cli) -> None:
     code, out, error = dtbench("calibrate", RUN)
     assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out
     code, out, _ = dtbench("calibrate", RUN, "--json")

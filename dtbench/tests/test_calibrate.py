@@ -1,4 +1,4 @@
-"""Calibration finds constants that are known, and says where the data do not hold them."""
+"""Calibration recovers known constants, and warns about constants that the data do not determine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def topology() -> CalibratedTopology:
 # ---------------------------------------------------------------------------- finding what is there
 
 
-def test_noisy_times_give_back_their_constants(topology: CalibratedTopology) -> None:
+def test_calibrate_recovers_constants_from_noisy_times(topology: CalibratedTopology) -> None:
     for name, (bandwidth, latency) in made_up.TRUTH.items():
         dim = dims_of(topology)[name]
         # The lower quartile of 5 % noise lies 3.4 % below the median.
@@ -52,7 +52,7 @@ def test_noisy_times_give_back_their_constants(topology: CalibratedTopology) -> 
         assert low < dim.latency_us_per_hop < high
 
 
-def test_one_burst_does_not_move_the_fit() -> None:
+def test_fit_ignores_a_single_burst() -> None:
     def burst(result: Result, rank: int) -> float:
         return 10.0 if (result.name, result.size_bytes) == ("all_reduce", made_up.SIZES[-1]) else 1.0
 
@@ -66,7 +66,7 @@ def test_one_burst_does_not_move_the_fit() -> None:
 # ---------------------------------------------------------------------------- which samples count
 
 
-def test_waiting_for_late_ranks_is_no_transfer_time(topology: CalibratedTopology) -> None:
+def test_times_exclude_waiting_for_late_ranks(topology: CalibratedTopology) -> None:
     results = [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
     without = calibration.calibrate([run_of(results)])
     assert dims_of(without)["tp"].bandwidth_GiBps < 0.9 * dims_of(topology)["tp"].bandwidth_GiBps
@@ -74,7 +74,7 @@ def test_waiting_for_late_ranks_is_no_transfer_time(topology: CalibratedTopology
     assert not any("waiting for the last rank" in w for w in dims_of(topology)["tp"].warnings)
 
 
-def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
+def test_results_of_all_groups_together_are_preferred(topology: CalibratedTopology) -> None:
     assert dims_of(topology)["tp"].groups_sharing == "together"
     alone = dims_of(calibration.calibrate([run_of(made_up.collectives(modes=["alone"]))]))["tp"]
     assert alone.groups_sharing == "alone"
@@ -82,7 +82,7 @@ def test_groups_together_are_preferred(topology: CalibratedTopology) -> None:
     assert any("only one group at work" in w for w in alone.warnings)
 
 
-def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> None:
+def test_results_that_are_not_ok_are_ignored(topology: CalibratedTopology) -> None:
     slow = slowed(made_up.collectives(), 9)
     spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slow]
     again = calibration.calibrate([run_of([*made_up.collectives(), *spoiled])])
@@ -92,7 +92,7 @@ def test_results_that_are_not_ok_do_not_count(topology: CalibratedTopology) -> N
 # ---------------------------------------------------------------------------- what the data do not hold
 
 
-def test_what_was_measured_once_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_measurement_has_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
     once = calibration.calibrate([run_of(made_up.collectives(names=RING, noise=0.0, samples=1))])
     for dim in once.dims:
         assert dim.bandwidth_interval is dim.latency_interval is None
@@ -104,7 +104,7 @@ def test_what_was_measured_once_has_no_interval(capsys: pytest.CaptureFixture[st
     assert out.count("(no interval)") == 2 * len(once.dims) and ".." not in out
 
 
-def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -> None:
+def test_differing_launches_widen_intervals(topology: CalibratedTopology) -> None:
     assert {dim.intervals for dim in topology.dims} == {"from a single launch: too narrow"}
     factors = (0.8, 0.9, 1.0, 1.1, 1.25)
     runs = [
@@ -133,7 +133,7 @@ def test_launches_that_differ_widen_the_interval(topology: CalibratedTopology) -
         ({"sizes": made_up.SIZES[3:5]}, "only a factor of 4"),
     ],
 )
-def test_what_the_sizes_do_not_tell_is_said(changes: dict[str, Any], warning: str) -> None:
+def test_poorly_determined_constants_are_warned_about(changes: dict[str, Any], warning: str) -> None:
     dims = calibration.calibrate([run_of(made_up.collectives(names=RING, **changes))]).dims
     assert len(dims) == 2
     for dim in dims:
@@ -142,7 +142,7 @@ def test_what_the_sizes_do_not_tell_is_said(changes: dict[str, Any], warning: st
         assert warning != "latency" or dim.latency_us_per_hop == pytest.approx(0, abs=0.01)
 
 
-def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None:
+def test_dims_without_enough_results_are_left_out_with_a_reason() -> None:
     shape = {"pp": 1, "dp": 2, "tp": 2}
     results = made_up.collectives(mesh=shape, truth={"pp": (1, 1), **made_up.TRUTH}, names=RING)
     results = [r for r in results if r.params["mesh_dim"] != "dp" or r.size_bytes == made_up.SIZES[0]]
@@ -156,7 +156,7 @@ def test_dims_that_cannot_be_calibrated_are_left_out_with_their_reason() -> None
 # ---------------------------------------------------------------------------- built-in constants
 
 
-def test_how_far_off_the_builtin_constants_are() -> None:
+def test_errors_of_builtin_constants_are_reported() -> None:
     # Made to take four times what torch predicts.
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     results = slowed(made_up.collectives(truth=builtin, noise=0.0, names=RING, samples=8), 4)
@@ -182,7 +182,7 @@ def test_how_far_off_the_builtin_constants_are() -> None:
         ({"run_id": "first"}, "the same run"),
     ],
 )
-def test_runs_that_do_not_go_together_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_runs_of_different_setups_are_refused(changes: dict[str, Any], says: str) -> None:
     first = run_of(made_up.collectives(names=RING), run_id="first")
     other = run_of(made_up.collectives(names=RING), **{"path": "other.jsonl", "run_id": "other", **changes})
     with pytest.raises(UsageError, match=says) as refusal:
@@ -201,12 +201,12 @@ def test_runs_that_do_not_go_together_are_refused(changes: dict[str, Any], says:
         (made_up.collectives(sizes=made_up.SIZES[:1]), "no mesh dim"),
     ],
 )
-def test_runs_without_collectives_over_sizes_are_refused(results: Any, says: str) -> None:
+def test_runs_without_a_range_of_sizes_are_refused(results: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         calibration.calibrate([] if results is None else [run_of(results)])
 
 
-def test_differing_versions_and_a_cut_run_are_said() -> None:
+def test_differing_versions_and_incomplete_runs_are_warned_about() -> None:
     first = run_of(made_up.collectives(names=RING), complete=False)
     versions = {**made_up.header()["versions"], "torch": "2.11.0"}
     other = run_of(made_up.collectives(1, names=RING), run_id="other", versions=versions)
@@ -215,7 +215,7 @@ def test_differing_versions_and_a_cut_run_are_said() -> None:
     assert any("incomplete run" in w for w in warnings)
 
 
-def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
+def test_print_topology_shows_constants_and_errors_per_dim(
     topology: CalibratedTopology, capsys: pytest.CaptureFixture[str]
 ) -> None:
     print_topology(topology)
@@ -239,7 +239,7 @@ def test_the_table_has_per_dim_latency_bandwidth_and_how_far_pytorch_is_off(
 # ---------------------------------------------------------------------------- the file
 
 
-def test_what_is_written_is_read_again_and_no_other_file_replaced(
+def test_topology_round_trips_and_other_files_are_not_overwritten(
     tmp_path: Path, topology: CalibratedTopology
 ) -> None:
     path, link, other = tmp_path / "topology.json", tmp_path / "link.json", tmp_path / "run.jsonl"
@@ -260,7 +260,7 @@ def test_what_is_written_is_read_again_and_no_other_file_replaced(
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.topology.json")), ids=lambda path: path.name)
-def test_committed_topologies_are_read_with_every_figure(path: Path) -> None:
+def test_committed_topologies_round_trip(path: Path) -> None:
     assert json.loads(msgspec.json.encode(read_topology(path))) == json.loads(path.read_bytes())
 
 
@@ -291,7 +291,7 @@ def _damage(topology: CalibratedTopology, path: str, value: Any) -> str:
         ("dims.1.name", "dp", "expected each name once"),
     ],
 )
-def test_a_damaged_file_is_refused_in_one_line(
+def test_damaged_topology_is_refused_in_one_line(
     tmp_path: Path, topology: CalibratedTopology, where: str, value: Any, complaint: str
 ) -> None:
     path = tmp_path / "topology.json"
@@ -302,7 +302,7 @@ def test_a_damaged_file_is_refused_in_one_line(
     assert "topology.json" in str(caught.value)
 
 
-def test_lines_of_a_long_curve_are_fitted_to_some_of_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_fitted_to_a_subset_of_a_long_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table has all of them, and the constants are those of all."""
     sizes = tuple(1024 * k for k in range(1, 3000))
     run = run_of(

@@ -1,4 +1,4 @@
-"""HostLayout, unlike groups, dtypes, contention, changes of placement: what a mesh dim's entry holds, and says."""
+"""The entry of a mesh dim in a topology: layout, mixed groups, dtypes, contention and redistributions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def exact(**changes: Any) -> list[Result]:
         ),
     ],
 )
-def test_constants_and_layout_of_meshes_with_unlike_dims(
+def test_dims_on_different_links_get_their_own_constants_and_layout(
     mesh: dict[str, int], hosts: tuple[str, ...], layouts: dict[str, tuple[Any, ...]]
 ) -> None:
     truth = {"dp": (0.5, 200.0), "tp": (4.0, 30.0)}
@@ -79,7 +79,7 @@ def test_constants_and_layout_of_meshes_with_unlike_dims(
         assert not any("mixed" in w for w in dim.warnings)
 
 
-def test_a_layout_that_was_not_recorded_is_not_guessed() -> None:
+def test_missing_layout_is_not_guessed() -> None:
     for dim in dims_of(exact(), ranks=[]).values():
         assert (dim.builtin, dim.layout) == (None, HostLayout())
         assert any("lacks the hosts" in w for w in dim.warnings)
@@ -88,7 +88,7 @@ def test_a_layout_that_was_not_recorded_is_not_guessed() -> None:
 # ------------------------------------------------------------------------------------- mixed dims
 
 
-def test_all_mesh_dims_as_one_have_an_entry_where_they_were_measured() -> None:
+def test_flattened_mesh_has_an_entry_if_it_was_measured() -> None:
     joint = exact(mesh={"both": 4}, truth={"both": (0.3, 120.0)})
     renamed = [msgspec.structs.replace(r, params={**r.params, "mesh_dim": "dp+tp"}) for r in joint]
     dims = dims_of([*exact(), *renamed])
@@ -100,7 +100,7 @@ def test_all_mesh_dims_as_one_have_an_entry_where_they_were_measured() -> None:
     assert list(dims_of(exact())) == ["dp", "tp"]
 
 
-def test_groups_over_unlike_numbers_of_hosts_are_mixed() -> None:
+def test_groups_over_different_numbers_of_hosts_make_a_mixed_dim() -> None:
     dims = dims_of(exact(), hosts=("a", "a", "a", "b"))
     assert dims["tp"].layout.kind == dims["dp"].layout.kind == "mixed"
     assert dims["tp"].layout.hosts_per_group == (1, 2)
@@ -109,7 +109,7 @@ def test_groups_over_unlike_numbers_of_hosts_are_mixed() -> None:
     assert dims["tp"].builtin.layout == "inter-host"
 
 
-def test_a_group_that_is_always_slower_makes_a_dim_mixed() -> None:
+def test_consistently_slower_group_makes_a_mixed_dim() -> None:
     def second_tp_group(result: Result, rank: int) -> float:
         return 1.6 if result.params["mesh_dim"] == "tp" and rank >= 2 else 1.0
 
@@ -122,7 +122,7 @@ def test_a_group_that_is_always_slower_makes_a_dim_mixed() -> None:
     assert table[-1].time_us == pytest.approx(1.6 * true_us)
 
 
-def test_groups_that_differ_by_chance_are_not_mixed() -> None:
+def test_random_differences_of_groups_do_not_make_a_mixed_dim() -> None:
     """Each size has a slow group, now one and now the other."""
     rng = np.random.default_rng(1)
     slow: dict[tuple[Any, ...], int] = {}
@@ -141,7 +141,7 @@ def test_groups_that_differ_by_chance_are_not_mixed() -> None:
 # ------------------------------------------------------------------------------------- contention
 
 
-def test_contention_is_together_over_alone_at_the_largest_common_size() -> None:
+def test_contention_is_measured_at_the_largest_common_size() -> None:
     results = exact(modes=["alone", "together"], names=("all_gather", "all_reduce"))
     results = [
         r
@@ -166,7 +166,7 @@ def as_dtype(results: list[Result], dtype: str, factor: float = 1.0) -> list[Res
     return slowed(changed, factor)
 
 
-def test_one_curve_holds_one_dtype_and_float32_first() -> None:
+def test_curve_uses_a_single_dtype_and_prefers_float32() -> None:
     results = exact()
     dims = dims_of([*as_dtype(results, "bfloat16", 1.5), *results])
     assert dims["tp"].collectives == dims_of(results)["tp"].collectives
@@ -180,7 +180,7 @@ def test_one_curve_holds_one_dtype_and_float32_first() -> None:
     assert (curve.dtype, curve.points) == ("float16", len(made_up.SIZES))
 
 
-# --------------------------------------------------------------------------- changes of placement
+# ------------------------------------------------------------------------------- redistributions
 
 
 def transitions(scale: float = 1.0, **params: Any) -> list[Result]:
@@ -199,7 +199,7 @@ def transitions(scale: float = 1.0, **params: Any) -> list[Result]:
     ]
 
 
-def test_transitions_have_curves_of_each_impl() -> None:
+def test_redistributions_have_a_curve_per_impl() -> None:
     dims = dims_of([*exact(), *transitions()])
     assert dims["dp"].transitions == {}
     assert set(dims["tp"].transitions) == {"core", "torch"}
@@ -212,7 +212,7 @@ def test_transitions_have_curves_of_each_impl() -> None:
         )
 
 
-def test_transitions_of_other_regimes_and_bad_ones_do_not_count() -> None:
+def test_redistributions_of_other_modes_and_bad_results_are_ignored() -> None:
     others = [*transitions(9.0, mode="back_to_back", groups="together"), *transitions(0.5, groups="alone")]
     wrong = [msgspec.structs.replace(r, status="wrong", launch=1) for r in transitions(9.0)]
     local = [msgspec.structs.replace(r, impl="local") for r in transitions(0.1)]
@@ -226,7 +226,7 @@ def test_transitions_of_other_regimes_and_bad_ones_do_not_count() -> None:
 # ------------------------------------------------------------------------------ tables, few sizes
 
 
-def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
+def test_table_times_never_fall_and_keep_measured_times() -> None:
     """Pool adjacent violators, by hand: 400 and 100 us become their geometric mean."""
     times = {KIB: 50e-6, 4 * KIB: 400e-6, 16 * KIB: 100e-6, 64 * KIB: 500e-6}
     results = [
@@ -245,7 +245,7 @@ def test_tables_never_fall_with_size_and_keep_what_was_measured() -> None:
     assert sizes == [size for size in made_up.SIZES if size not in spoiled]
 
 
-def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None:
+def test_end_bandwidth_is_that_of_large_messages() -> None:
     (tp,) = [d for name, d in dims_of(exact()).items() if name == "tp"]
     reduced = tp.collectives["all_reduce"]  # two ranks: its algbw is the ring's
     assert reduced.end_GiBps == pytest.approx(1.6, rel=1e-3)
@@ -259,7 +259,7 @@ def test_the_bandwidth_a_table_ends_with_is_that_of_its_large_messages() -> None
     assert dims_of(one_size)["tp"].collectives["all_reduce"].end_GiBps is None
 
 
-def test_few_sizes_are_said() -> None:
+def test_few_sizes_are_warned_about() -> None:
     one, two = transitions()[:1], [*transitions()[:1], *transitions()[3:4]]
     dim = dims_of([*exact(), *one])["tp"]
     curve = dim.transitions["core"]["S(0)->R"]

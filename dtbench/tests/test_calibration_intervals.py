@@ -1,4 +1,4 @@
-"""A 90 % interval holds nine of ten new launches: on launches whose spread is known."""
+"""90 % intervals hold nine of ten new launches, for launches with a known spread."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def coverage(
 
 @pytest.mark.parametrize("tails", ["normal", "heavy"])
 @pytest.mark.parametrize(("common", "own"), [(0.1, 0.02), (0.1, 0.1), (0.0, 0.1)])
-def test_nine_of_ten_new_launches_lie_inside(common: float, own: float, tails: str) -> None:
+def test_intervals_hold_nine_of_ten_new_launches(common: float, own: float, tails: str) -> None:
     share, width = coverage(5, common, np.full(len(SIZES), own), tails)
     assert 0.85 <= share <= 0.97
     # Not by being boundless: Student's t of 4 degrees of freedom is 1.42 times a normal's 1.645 sd wide.
     assert width < 1.6 * 1.645 * float(np.hypot(common, own)) + 0.05
 
 
-def test_few_launches_make_wide_intervals_that_hold_and_one_launch_does_not() -> None:
+def test_intervals_of_few_launches_are_wide_enough_unless_there_is_one() -> None:
     own = np.full(len(SIZES), 0.05)
     shares, widths = zip(*(coverage(k, 0.1, own) for k in (2, 3, 8)), strict=True)
     assert min(shares) >= 0.85

@@ -1,4 +1,4 @@
-"""The price of one collective on a calibrated mesh dim: by its curve, and beyond it by the ring formula."""
+"""Estimates of a collective on a calibrated mesh dim, within its curve and outside it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def straight_lines_us(rows: list[tuple[int, float]], size: float) -> float:
     return float(us)
 
 
-def test_core_and_dtbench_read_a_table_by_the_rule_that_the_file_states() -> None:
+def test_core_and_dtbench_interpolate_tables_alike() -> None:
     rng = np.random.default_rng(6)
     for _ in range(30):
         sizes = sorted(set((2 ** rng.uniform(3, 30, rng.integers(1, 9))).astype(int).tolist()))
@@ -62,7 +62,7 @@ def test_core_and_dtbench_read_a_table_by_the_rule_that_the_file_states() -> Non
             assert estimate_call(curve, size).time_us == pytest.approx(expected, rel=1e-9)
 
 
-def test_prices_never_fall_with_size_and_join_without_a_jump() -> None:
+def test_estimates_are_monotone_and_continuous() -> None:
     rng = np.random.default_rng(5)
     for _ in range(50):
         sizes = sorted(set((2 ** rng.uniform(3, 30, rng.integers(1, 9))).astype(int).tolist()))
@@ -76,7 +76,7 @@ def test_prices_never_fall_with_size_and_join_without_a_jump() -> None:
             assert before == pytest.approx(after, rel=1e-6)
 
 
-def test_intervals_are_those_of_the_table_and_widen_with_every_doubling_beyond_it() -> None:
+def test_intervals_widen_with_every_doubling_outside_the_table() -> None:
     curve = curve_of(SIZES, TIMES, spread=1.5)
     inside = estimate_call(curve, 40 * KIB)
     assert (inside.low_us, inside.time_us, inside.high_us) == pytest.approx((230 / 1.5, 230, 230 * 1.5))
@@ -91,7 +91,7 @@ def test_intervals_are_those_of_the_table_and_widen_with_every_doubling_beyond_i
 
 
 @pytest.mark.parametrize("size", [0, -1, 0.5, math.nan])
-def test_sizes_below_1_are_refused(size: float) -> None:
+def test_estimate_call_refuses_sizes_below_1(size: float) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
         estimate_call(curve_of(SIZES, TIMES), size)
 
@@ -99,7 +99,7 @@ def test_sizes_below_1_are_refused(size: float) -> None:
 # ------------------------------------------------------------------------------- beyond it by the ring
 
 
-def test_other_ranks_cost_what_the_ring_says() -> None:
+def test_estimates_for_other_ranks_follow_the_ring() -> None:
     """The made-up curves are the ring's own, so scaling them has to give the ring's time at any size and ranks."""
     for (measured, bandwidth, us), dim in zip(DIMS.values(), topology().dims, strict=True):
         for ranks, size in itertools.product((2, measured, measured * 16, 4096), (1024, 2**26)):
@@ -109,14 +109,14 @@ def test_other_ranks_cost_what_the_ring_says() -> None:
             assert at.ranks_factor == ranks / measured and at.extrapolated == (ranks != measured)
 
 
-def test_a_ring_scales_what_was_measured_and_does_not_replace_it() -> None:
+def test_ring_scales_measured_times() -> None:
     slow = a_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
     ring = [6.6 + 2 * (n - 1) * 2 + 2**-4 * 2 * (n - 1) / n / 150 * 1e6 for n in (8, 32)]
     got = estimate_collective(slow, "all_reduce", 32, 2**26).time_us
     assert got == pytest.approx(9000 * ring[1] / ring[0])
 
 
-def test_intervals_widen_with_every_doubling_of_ranks_and_size() -> None:
+def test_intervals_widen_with_doublings_of_ranks_and_size() -> None:
     dim = topology().dims[1]
     by_ranks = [estimate_collective(dim, "all_gather", 8 * 2**k, 2**20) for k in range(6)]
     by_size = [estimate_collective(dim, "all_gather", 8, 2 ** (30 + k)) for k in range(6)]
@@ -128,7 +128,7 @@ def test_intervals_widen_with_every_doubling_of_ranks_and_size() -> None:
     assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 3)
 
 
-def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
+def test_unmeasured_collectives_use_the_formula() -> None:
     dim = a_dim(
         "tp", 8, 150.0, 2.0, residuals=Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
     )
@@ -140,7 +140,7 @@ def test_collectives_that_were_not_measured_are_priced_by_the_formula() -> None:
     assert (beyond.size_factor, beyond.high_us / beyond.time_us) == (4, pytest.approx(1.5**3))
 
 
-def test_beyond_times_that_do_not_grow_the_other_collectives_say_how_they_do() -> None:
+def test_flat_tables_are_extrapolated_with_slopes_of_other_collectives() -> None:
     """Times of noise alone have no slope: 208 MiB and 1 GiB would cost the same, and win every ranking."""
     flat = structs.replace(curve_of((1024, 2**20, 2**24), (3870.0,) * 3), beta_is_lower_bound=True)
     measured = ring_dim("dp", 4, 20.0, 10.0, "all_gather", "all_reduce")

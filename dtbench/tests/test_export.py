@@ -81,7 +81,7 @@ def cost(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> float:
 # ------------------------------------------------------------------- torch: constants per mesh dim
 
 
-def test_costs_are_those_of_the_constants(mesh: DeviceMesh) -> None:
+def test_exported_constants_determine_torchs_costs(mesh: DeviceMesh) -> None:
     with module_of(two_dims()).apply():
         topo = _collective_utils.MeshTopoInfo.build_from_mesh(mesh)
         gathered = _collective_utils.allgather_cost(SIZE / GIB, topo, 0)
@@ -92,7 +92,7 @@ def test_costs_are_those_of_the_constants(mesh: DeviceMesh) -> None:
     assert by_redistribute == pytest.approx(6.6 + 7 * 2 + 0.0625 * 7 / 8 / 50 * 1e6)
 
 
-def test_dims_are_found_by_name_in_other_meshes(mesh: DeviceMesh) -> None:
+def test_dims_are_matched_by_name_in_other_meshes(mesh: DeviceMesh) -> None:
     transposed = DeviceMesh("cpu", torch.arange(16).view(2, 8).T.contiguous(), mesh_dim_names=("tp", "dp"))
     with_one = init_device_mesh("cpu", (1, 2, 8), mesh_dim_names=("pp", "dp", "tp"))  # pp was not measured
     with module_of(two_dims()).apply():
@@ -128,7 +128,7 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
             assert cost(other, src, dst) == before
 
 
-def test_another_device_type_is_an_error(mesh: DeviceMesh) -> None:
+def test_different_device_type_raises(mesh: DeviceMesh) -> None:
     topology = two_dims("cuda")
     with module_of(topology).apply(), pytest.raises(RuntimeError, match=r"measured on 'cuda'.*on 'cpu'"):
         cost(mesh, (R, S0), (R, R))
@@ -148,7 +148,7 @@ def test_measured_transitions_replace_the_formulas(mesh: DeviceMesh) -> None:
         assert cost(mesh["dp"], (S0,), (R,)) == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
 
 
-def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
+def test_collectives_replace_unmeasured_transitions(mesh: DeviceMesh) -> None:
     collectives = {"all_gather": a_curve(50, 2), "all_reduce": BENT, "all_to_all": a_curve(9, 1)}
     with module_of(two_dims(collectives=collectives, transitions={"P->S(0)": a_curve(7, 4)})).apply():
         one = mesh["tp"]
@@ -158,7 +158,7 @@ def test_collectives_stand_in_for_transitions(mesh: DeviceMesh) -> None:
         assert cost(one, (S0,), (S1,)) == pytest.approx(50 + 0.0625 / 2 * 1e6)  # DTensor gathers on the CPU
 
 
-def test_all_to_all_is_looked_up_by_a_ranks_part(mesh: DeviceMesh) -> None:
+def test_all_to_all_size_is_that_of_a_rank(mesh: DeviceMesh) -> None:
     topology = two_dims("cuda", collectives={"all_to_all": a_curve(9, 1)})
     exported = module_of(topology)
     exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
@@ -177,7 +177,7 @@ def plan(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> list[t
     return [(step.mesh_dim, *map(str, step.src_dst_placements)) for step in steps]
 
 
-def test_another_redistribution_is_planned(mesh: DeviceMesh) -> None:
+def test_export_changes_the_planned_redistribution(mesh: DeviceMesh) -> None:
     src, dst = (S0, R), (R, R)
     straight = [(0, "S(0)", "R")]
     assert plan(mesh, src, dst) == straight
@@ -188,7 +188,7 @@ def test_another_redistribution_is_planned(mesh: DeviceMesh) -> None:
     assert plan(mesh, src, dst) == straight
 
 
-def test_another_sharding_strategy_is_chosen(mesh: DeviceMesh) -> None:
+def test_export_changes_the_sharding_strategy(mesh: DeviceMesh) -> None:
     one, slow, fast = mesh["tp"], a_curve(1000, 1), a_curve(1, 1000)
     others = dict.fromkeys(("S(1)->R", "S(1)->S(0)", "P->R", "P->S(0)", "P->S(1)"), slow)
 
@@ -210,7 +210,7 @@ CHANGES = {"gather": "S(0)->R", "move": "S(0)->S(1)"}
 # ----------------------------------------------------------------------------------- apply and undo
 
 
-def test_undo_puts_everything_back_in_turn(mesh: DeviceMesh) -> None:
+def test_undo_restores_torchs_functions_in_reverse_order(mesh: DeviceMesh) -> None:
     def functions() -> list[object]:
         own = [vars(_collective_utils.MeshTopoInfo)["build_from_mesh"], getattr(_collective_utils, COST)]
         from torch.distributed.tensor._ops import single_dim_strategy
@@ -245,7 +245,7 @@ def other_cost(current: Any, target: Any, mesh_topo: Any, mesh_dim: int) -> floa
         ("allreduce_cost", lambda bytes_gb, mesh_topo, mesh_dim: 1.0, "allreduce_cost of 1 GiB.*got 1.0 us"),
     ],
 )
-def test_another_torch_is_refused(
+def test_unsupported_torch_is_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any, message: str
 ) -> None:
     exported = module_of(two_dims())
@@ -284,7 +284,7 @@ def with_collectives(device_type: str = "cpu") -> CalibratedTopology:
     return two_dims(device_type, collectives=curves)
 
 
-def test_inductor_asks_for_milliseconds(mesh: DeviceMesh) -> None:
+def test_inductor_estimate_is_in_milliseconds(mesh: DeviceMesh) -> None:
     from torch._inductor import config
     from torch._inductor.fx_passes.overlap_scheduling import estimate_collective_time
 
@@ -327,7 +327,7 @@ def test_inductor_keeps_torchs_estimates_of_other_nodes(mesh: DeviceMesh) -> Non
     assert (estimate(added), estimate(product)) == (0.25, None)
 
 
-def test_inductor_refuses_what_was_not_measured(mesh: DeviceMesh) -> None:
+def test_inductor_refuses_unmeasured_dims(mesh: DeviceMesh) -> None:
     exported = module_of(with_collectives(), "inductor")
     with pytest.raises(ValueError, match="no mesh"):
         exported.apply()
@@ -339,7 +339,7 @@ def test_inductor_refuses_what_was_not_measured(mesh: DeviceMesh) -> None:
     exported.apply(mesh, swapped).undo()  # other ranks, other groups
 
 
-def test_inductors_cache_tells_constants_apart(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_inductor_cache_key_depends_on_constants(mesh: DeviceMesh, tmp_path: Path) -> None:
     """The settings are pickled into the key of compiled graphs: other curves, another key."""
     import pickle
     import sys
@@ -359,7 +359,7 @@ def test_inductors_cache_tells_constants_apart(mesh: DeviceMesh, tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", ["torch", "inductor"])
-def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) -> None:
+def test_export_command_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) -> None:
     write_topology(with_collectives(), tmp_path / "topology.json")
     code, out, err = dtbench("export", "topology.json", "--to", target, "-o", "mine.py")
     assert (code, err) == (0, "")
@@ -370,7 +370,7 @@ def test_the_program_writes_a_module(dtbench: Cli, tmp_path: Path, target: str) 
     compile(text, "mine.py", "exec")
 
 
-def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
+def test_autoparallel_formula_gives_measured_times() -> None:
     """Of four ranks on two hosts."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
     place = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
@@ -406,9 +406,7 @@ def test_autoparallel_finds_the_measured_times_in_its_tables() -> None:
         ),
     ],
 )
-def test_topologies_that_the_target_cannot_express_are_refused(
-    topology: CalibratedTopology, target: Any, says: str
-) -> None:
+def test_unsupported_topologies_are_refused(topology: CalibratedTopology, target: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         render(topology, target)
 
@@ -425,7 +423,7 @@ def imported(node: ast.AST) -> list[ast.alias]:
         ("t.json --to torch -o none/mine.py", "cannot write none"),
     ],
 )
-def test_mistakes_are_one_line(dtbench: Cli, tmp_path: Path, words: str, says: str) -> None:
+def test_export_errors_have_one_line(dtbench: Cli, tmp_path: Path, words: str, says: str) -> None:
     write_topology(two_dims(), tmp_path / "t.json")
     code, out, err = dtbench("export", *words.split())
     assert (code, out, err.count("\n")) == (2, "", 1) and says in err
@@ -438,7 +436,7 @@ NASTY = 'tp"""\n\'); import os; os.abort()  # {{ 7 * 7 }} \\ \u202e\x1b[2J'
 
 
 @pytest.mark.parametrize("target", ["torch", "inductor"])
-def test_names_stay_names(target: Any) -> None:
+def test_names_are_escaped_as_literals(target: Any) -> None:
     def names_in(text: str) -> set[str]:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
@@ -461,7 +459,7 @@ def test_names_stay_names(target: Any) -> None:
             literal(value)
 
 
-def test_other_files_are_not_written_over(tmp_path: Path) -> None:
+def test_export_does_not_overwrite_other_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     export(two_dims(), "torch", path)
     export(two_dims(), "inductor", path)  # its own may be
@@ -471,7 +469,7 @@ def test_other_files_are_not_written_over(tmp_path: Path) -> None:
         export(two_dims(), "torch", path)
 
 
-def test_curves_are_read_as_dtbench_reads_them() -> None:
+def test_exported_curves_interpolate_like_dtbench() -> None:
     for seed in range(20):
         numbers = random.Random(seed)
         sizes = sorted(numbers.sample(range(1, 10**6), numbers.randint(1, 9)))

@@ -1,4 +1,4 @@
-"""Logs of every format come out as the rows they hold, and what is wrong in them never becomes a time."""
+"""Logs of every format are read completely, and faulty rows never become times."""
 
 from __future__ import annotations
 

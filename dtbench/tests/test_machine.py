@@ -64,7 +64,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 # ------------------------------------------------------------------------------- the header
 
 
-def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
+def test_header_round_trips_through_a_run_file(tmp_path: Path) -> None:
     written = header()
     with RunWriter.create(tmp_path / "x.jsonl", written) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
@@ -76,7 +76,7 @@ def test_the_header_is_one_that_the_store_reads_back(tmp_path: Path) -> None:
     assert read.machine.cpu.usable_cores == len(os.sched_getaffinity(0))
 
 
-def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_info_describes_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("RANK", "11")
     info = provenance.local_rank_info("cuda:3")
@@ -87,9 +87,7 @@ def test_a_rank_tells_where_it_sits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance.local_rank_info("cpu")["local_rank"] == 0
 
 
-def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numa_nodes_are_those_of_usable_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for node, cpus in enumerate(("0-1,8-9", "2-3", "", "16")):
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -102,7 +100,7 @@ def test_the_numa_nodes_of_the_cpus_that_a_rank_may_use(
 # ------------------------------------------------------------------------------ no secrets
 
 
-def test_the_environment_is_recorded_by_an_allow_list() -> None:
+def test_environment_records_only_allowed_variables() -> None:
     recorded = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
     refused = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_API_TOKEN", "XOMP_")
     masked = {"NCCL_NET_PLUGIN": "token=leak", "NCCL_PROXY": "https://me:leak@host"}
@@ -128,7 +126,7 @@ def test_the_environment_is_recorded_by_an_allow_list() -> None:
         (["-x 1 --password leak --y 2"], ["-x 1 --password *** --y 2"]),
     ],
 )
-def test_arguments_lose_their_secrets(argv: list[str], shown: list[str]) -> None:
+def test_arguments_are_masked(argv: list[str], shown: list[str]) -> None:
     assert masking.mask_arguments(argv) == shown
     assert masking.is_unmasked(shown) == (argv == shown)
 
@@ -141,7 +139,7 @@ def git(folder: Path, *args: str) -> None:
     subprocess.run(["git", *identity, *args], cwd=folder, check=True, capture_output=True)
 
 
-def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkout_has_commit_and_dirty_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert header().git.commit is None
     git(tmp_path, "init", "-q")
@@ -160,7 +158,7 @@ def test_the_commit_and_whether_it_was_changed(tmp_path: Path, monkeypatch: pyte
 # -------------------------------------------------------------------------------------- CPU
 
 
-def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Path) -> None:
+def test_describe_cpu_of_other_and_unknown_architectures(tmp_path: Path) -> None:
     nothing = host.describe_cpu(tmp_path)
     assert (nothing.governor, nothing.numa_nodes, nothing.physical_cores) == (None, None, None)
     (tmp_path / "proc").mkdir()
@@ -182,7 +180,7 @@ def test_the_cpu_of_a_foreign_machine_and_of_one_that_tells_nothing(tmp_path: Pa
 # ------------------------------------------------------------------------------------- GPUs
 
 
-def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
+def test_describe_gpus_reads_nvml(fake_nvml: SimpleNamespace) -> None:
     facts = nvml.describe_gpus()
     assert [gpu.index for gpu in facts] == [0, 1]
     assert facts[1].name == "Fake of handle-1"
@@ -196,7 +194,7 @@ def test_gpus_as_nvml_tells_them(fake_nvml: SimpleNamespace) -> None:
     assert header().machine.gpus == tuple(facts)
 
 
-def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:
+def test_gpu_location_has_bus_numa_node_and_nvlinks(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text("1\n")
@@ -213,7 +211,7 @@ def test_a_rank_tells_where_its_gpu_sits(fake_nvml: SimpleNamespace, tmp_path: P
     assert set(nvml.gpu_location(0).values()) == {None}
 
 
-def test_a_throttled_gpu_says_why(fake_nvml: SimpleNamespace) -> None:
+def test_gpu_state_has_reasons_for_throttling(fake_nvml: SimpleNamespace) -> None:
     state = nvml.gpu_state(0)
     assert state is not None
     assert state["throttled_by"] == []
@@ -235,7 +233,7 @@ def test_a_throttled_gpu_says_why(fake_nvml: SimpleNamespace) -> None:
         ("", 7, None),
     ],
 )
-def test_a_cuda_device_is_found_behind_visible_devices(
+def test_cuda_device_respects_visible_devices(
     fake_nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, visible: str, index: int, handle: str | None
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -245,9 +243,7 @@ def test_a_cuda_device_is_found_behind_visible_devices(
 
 
 @pytest.mark.parametrize("broken", ["pynvml", "pynvml.nvmlInit"])
-def test_missing_bindings_or_a_broken_library_are_no_error(
-    monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_missing_or_broken_nvml_is_no_error(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     def init() -> None:
         raise OSError("libnvidia-ml.so.1: file too short")
 
@@ -263,7 +259,7 @@ def test_missing_bindings_or_a_broken_library_are_no_error(
         loaded_nvml.cache_clear()
 
 
-def test_nccl_version_is_that_of_a_preloaded_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloaded_nccl_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(number: Any) -> int:
         number._obj.value = 23007
         return 0

@@ -19,7 +19,7 @@ MODEL, MACHINE = find_model("llama-8b"), find_machine("h100-8x")
 LAYOUT = TrainingLayout(tp=2, pp=1, dp=4, fsdp=1, micro_batch=1)
 
 
-def test_volumes_of_a_step() -> None:
+def test_bytes_per_step_by_dim() -> None:
     job = TrainingJob(MODEL, 8, 8, 2048)
     with_fsdp = bytes_per_step(job, replace(LAYOUT, fsdp=4), MACHINE)
     # Two blocks a layer, in each 2 collectives ahead and 3 back, of all activations; two micro batches.
@@ -33,7 +33,7 @@ def test_volumes_of_a_step() -> None:
         bytes_per_step(job, replace(LAYOUT, pp=2, dp=2), MACHINE)
 
 
-def test_a_job_beside_what_its_layout_needs() -> None:
+def test_job_is_compared_with_the_required_volume() -> None:
     size = round(bytes_per_step(TrainingJob(MODEL, 8, 4, 2048), LAYOUT, MACHINE)["dp"])
     times = {"time_s": 1.0, "median_s": 1.0, "best_s": 1.0}
     call = Collective(

@@ -1,4 +1,4 @@
-"""The model of a training step and the search: counts by hand and from papers, and a search that misses nothing."""
+"""The prediction of a training step, checked by hand and against papers, and the search for layouts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def total(of: TrainingJob, how: TrainingLayout, machine: MachineSpec = MACHINE) 
 # ----------------------------------------------------------------------------------------- a step
 
 
-def test_flops_of_a_step_are_those_of_the_published_formula() -> None:
+def test_model_flops_match_the_published_formula() -> None:
     """Narayanan et al. 2021, section 5.1: 96 B s l h^2 (1 + s / 6h + V / 16 l h); of the layers one pass of four is
     recomputation."""
     b, s, layers, h, vocab = 32, 1024, 8, 1024, 51200
@@ -66,7 +66,7 @@ def test_flops_of_a_step_are_those_of_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_pipeline_waits_for_its_first_and_last_micro_batches(chunks: int) -> None:
+def test_pipeline_bubble_has_first_and_last_micro_batches(chunks: int) -> None:
     """arXiv 2104.04473: (p - 1) / m of the layers' time, over the chunks."""
     of = job(4, vocab=1)
     step = predict_step(of, layout(pp=4, chunks=chunks), MACHINE, LINKS)
@@ -76,7 +76,7 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batches(chunks: int) -> N
     )
 
 
-def test_tensor_parallel_ranks_wait_for_what_weight_gradients_do_not_hide() -> None:
+def test_tensor_parallel_collectives_overlap_with_weight_gradients() -> None:
     step = predict_step(job(8), layout(tp=8), MACHINE, LINKS)
     one = 1024 * 1024 * 2 / 100e9
     weights = 2 * 1024 * 12 * 1024**2 / 8 / 1e14  # one forward pass, as long as the weights' gradients
@@ -84,7 +84,7 @@ def test_tensor_parallel_ranks_wait_for_what_weight_gradients_do_not_hide() -> N
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 16), (8, 16)])
-def test_gradients_between_nodes_share_the_nodes_adapters(tp: int, dp: int) -> None:
+def test_gradients_between_nodes_share_adapters(tp: int, dp: int) -> None:
     """Whether a node's GPUs hold parts of one copy or eight copies, a node sends the same bytes."""
     of = job(tp * dp)
     elements = GPT.layers * GPT.layer_elements(tp) + GPT.end_elements(tp)
@@ -94,14 +94,14 @@ def test_gradients_between_nodes_share_the_nodes_adapters(tp: int, dp: int) -> N
     )
 
 
-def test_overlap_hides_gradients_but_for_the_last_layers() -> None:
+def test_overlap_leaves_only_the_last_layers_gradients_exposed() -> None:
     of, how = job(16, batch=512), layout(dp=16, micro_batch=32)
     alone = predict_step(of, how, MACHINE, LINKS).data_s
     hidden = predict_step(replace(of, software=replace(PLAIN, overlap=True)), how, MACHINE, LINKS).data_s
     assert hidden == pytest.approx(alone / GPT.layers)
 
 
-def test_full_sharding_gathers_in_every_micro_batch() -> None:
+def test_fsdp_gathers_in_every_micro_batch() -> None:
     of = job(8, batch=16)
     once, sharded = (predict_step(of, layout(dp=8, fsdp=n), MACHINE, LINKS).data_s for n in (1, 8))
     assert sharded == pytest.approx(
@@ -112,7 +112,7 @@ def test_full_sharding_gathers_in_every_micro_batch() -> None:
 # ---------------------------------------------------------------------------------------- memory
 
 
-def test_states_take_16_bytes_per_parameter_and_are_cut_as_the_layout_says() -> None:
+def test_states_take_16_bytes_per_parameter_and_are_sharded() -> None:
     parameters = GPT.elements()
     held = memory_of(job(1), layout())
     assert held.weights + held.gradients + held.optimizer == 16 * parameters
@@ -133,7 +133,7 @@ def test_states_take_16_bytes_per_parameter_and_are_cut_as_the_layout_says() -> 
     ],
 )
 @pytest.mark.parametrize("tp", [1, 4])
-def test_activations_are_those_of_the_published_formulas(
+def test_activations_match_published_formulas(
     how: str, software: Software, per_token: Callable[[int], float], tp: int
 ) -> None:
     few, many = (
@@ -146,7 +146,7 @@ def test_activations_are_those_of_the_published_formulas(
 # --------------------------------------------------------------------- stages, experts, sequences
 
 
-def test_stages_may_be_uneven() -> None:
+def test_stage_layers_can_be_uneven() -> None:
     assert stage_layers(built_in_models()["llama-405b"], 16) == (7, *[8] * 14, 7)
     assert stage_layers(structs.replace(GPT, layers=11), 4) == (3, 3, 3, 2)
     # nanotron's, of which a head costs as much as four layers: the last of four stages has one and the head
@@ -158,7 +158,7 @@ def test_stages_may_be_uneven() -> None:
     assert uneven == pytest.approx(even * 3 / 2, rel=0.1)  # as slow as its slowest stage
 
 
-def test_a_ring_pays_for_every_rank_so_its_bandwidth_falls_with_the_nodes() -> None:
+def test_ring_latency_grows_with_ranks() -> None:
     slow = NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, latency_us=50)))
     for nodes in (2, 4, 64):
         ranks = 8 * nodes
@@ -167,7 +167,7 @@ def test_a_ring_pays_for_every_rank_so_its_bandwidth_falls_with_the_nodes() -> N
     assert slow.collective("all_reduce", 1, 512, 1) == pytest.approx(12 * 50e-6, rel=1e-3)  # a tree's
 
 
-def test_weights_stay_gathered_in_a_pipeline_that_shards_them() -> None:
+def test_weights_stay_gathered_in_a_sharded_pipeline() -> None:
     """torchtitan: no resharding between micro batches, gradients summed whole in float32."""
     model, how = built_in_models()["llama-405b"], TrainingLayout(8, 8, 8, 8, 4, 1, "full")
     held = memory_of(TrainingJob(model, 512, 256, 8192), how, structs.replace(H100.fitted, gradient_bytes=4))
@@ -180,7 +180,7 @@ def test_weights_stay_gathered_in_a_pipeline_that_shards_them() -> None:
     )
 
 
-def test_experts_are_shared_by_expert_parallel_ranks_which_exchange_tokens() -> None:
+def test_expert_parallel_ranks_share_experts_and_exchange_tokens() -> None:
     moe = TrainingJob(structs.replace(LLAMA, experts=8, experts_per_token=2), 8, 8, 4096)
     alone, shared = layout(dp=8), layout(dp=8, ep=8)
     assert memory_of(moe, alone).weights - memory_of(moe, shared).weights == pytest.approx(
@@ -192,7 +192,7 @@ def test_experts_are_shared_by_expert_parallel_ranks_which_exchange_tokens() -> 
     assert predict_step(moe, alone, MACHINE, LINKS).tensor_s == 0
 
 
-def test_a_sequence_is_shared_by_context_parallel_ranks() -> None:
+def test_context_parallel_ranks_share_a_sequence() -> None:
     of = TrainingJob(LLAMA, 8, 8, 65536)
     one, four = layout(dp=8), layout(dp=2, cp=4)
     assert memory_of(of, four).activations == pytest.approx(memory_of(of, one).activations / 4)
@@ -210,7 +210,7 @@ def planned(of: TrainingJob, limit: float = 80 * 2**30) -> search.PlanFile:
     return search.search_layouts(of, MACHINE, LINKS, limit)
 
 
-def test_the_best_layout_is_the_best_of_all() -> None:
+def test_search_returns_the_fastest_layouts() -> None:
     of = job(16, software=Software())
     plan = planned(of)
     everything = list(search.all_layouts(of, MACHINE))
@@ -222,7 +222,7 @@ def test_the_best_layout_is_the_best_of_all() -> None:
     assert len(set(splits)) == len(splits)
 
 
-def test_every_layout_uses_all_gpus_and_shares_the_batch() -> None:
+def test_all_layouts_use_all_gpus_and_divide_the_batch() -> None:
     for how in search.all_layouts(job(48, batch=96, software=Software()), MACHINE):
         assert how.tp * how.pp * how.dp == 48
         assert how.dp % how.fsdp == 0
@@ -233,7 +233,7 @@ def test_every_layout_uses_all_gpus_and_shares_the_batch() -> None:
     assert splits == {(tp, pp) for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)) if tp * pp <= 16}
 
 
-def test_less_memory_takes_another_layout_or_none() -> None:
+def test_search_respects_the_memory_limit() -> None:
     of = job(8, batch=64, software=Software())
     wide, narrow = planned(of), planned(of, limit=2**30)
     assert narrow.fitting < wide.fitting
@@ -249,7 +249,7 @@ def test_less_memory_takes_another_layout_or_none() -> None:
 
 
 @pytest.mark.parametrize(("inner", "slower"), [(1, 1), (2, 4), (4, 4), (8, 1)])
-def test_groups_that_share_a_nodes_adapters_reach_a_share_of_them(inner: int, slower: float) -> None:
+def test_groups_that_share_adapters_get_a_reduced_bandwidth(inner: int, slower: float) -> None:
     """One group over all ranks of a node and one adapter per group reach all; two or four groups a quarter."""
     alone, shared = (
         NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share)))
@@ -280,7 +280,7 @@ def test_built_in_models_have_their_published_parameters(name: str, parameters: 
     assert built_in_models()[name].elements() == parameters
 
 
-def test_ranks_share_a_layer() -> None:
+def test_layer_elements_are_divided_over_ranks() -> None:
     small = TransformerModel("small", hidden=8, layers=2, heads=4, kv_heads=2, ffn=16, vocab=32)
     assert (small.layer_elements(), small.end_elements()) == (SMALL_LAYER, SMALL_ENDS)
     # 4 ranks: one head and half a key-value head, which two ranks hold whole; a quarter of the MLP; all norms
@@ -290,7 +290,7 @@ def test_ranks_share_a_layer() -> None:
 GOOD = {"hidden": 8, "layers": 2, "heads": 4, "ffn": 16, "vocab": 32}
 
 
-def test_a_file_is_a_model(tmp_path: Path) -> None:
+def test_find_model_reads_files(tmp_path: Path) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(GOOD | {"kv_heads": 2}))
     assert find_model(str(path)).elements() == 2 * SMALL_LAYER + SMALL_ENDS
@@ -324,14 +324,14 @@ def test_a_file_is_a_model(tmp_path: Path) -> None:
         ({"model_type": "mixtral", "num_local_experts": 8}, "num_experts_per_tok is missing"),
     ],
 )
-def test_what_is_no_model_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+def test_invalid_models_are_refused(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "model.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(DtbenchError, match=message):
         find_model(str(path))
 
 
-def test_a_model_is_known_by_its_name_and_by_those_of_tables(tmp_path: Path) -> None:
+def test_model_called_knows_names_of_published_tables(tmp_path: Path) -> None:
     names = {
         "LLAMA3.1_405B": "llama-405b",
         "1B": "nanotron-1b",

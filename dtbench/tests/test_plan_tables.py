@@ -54,7 +54,7 @@ def read(tmp_path: Path, text: str, sequence: int = 4096) -> measured_steps.Meas
         f"gpus,gbs,mbs,hidden,attention_heads,layers,Sequence Length,TP,DP,PP,iteration_time_ms\n{GOOD}\n",
     ],
 )
-def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path: Path) -> None:
+def test_titles_ignore_case_order_and_punctuation(text: str, tmp_path: Path) -> None:
     (step,) = read(tmp_path, text).steps
     assert step.time_s == pytest.approx(0.2197)
     assert step.layout == layout(tp=2, pp=2, dp=2, micro_batch=4)
@@ -95,7 +95,7 @@ def test_case_order_and_punctuation_of_titles_do_not_matter(text: str, tmp_path:
         ("system,gpus,bytes,time (us)\nh100_sxm,8,8,1", "has no row for a100-8x: h100_sxm is not a100-8x"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused_in_a_line(
+def test_invalid_tables_are_refused_in_one_line(
     text: str, message: str, tmp_path: Path, dtbench: Cli
 ) -> None:
     path = tmp_path / "steps.csv"
@@ -116,7 +116,7 @@ PLAYBOOK = """model,nodes,mbs,grad_acc,gbs,dp,pp,tp,zero,mfu_pct,tok_per_s_per_g
 """
 
 
-def test_what_a_published_table_cannot_say_is_assumed_or_left_out_by_name(tmp_path: Path) -> None:
+def test_missing_properties_are_assumed_and_unsupported_rows_left_out(tmp_path: Path) -> None:
     measured = read(tmp_path, PLAYBOOK)
     small, large = measured.steps
     assert (small.line, large.line) == (2, 3)
@@ -138,7 +138,7 @@ def test_what_a_published_table_cannot_say_is_assumed_or_left_out_by_name(tmp_pa
     assert "1 of 2 rows exceed the peak FLOP/s of h100-8x: check --machine" in fast.notes
 
 
-def test_every_column_of_steps_is_used(tmp_path: Path) -> None:
+def test_every_column_affects_the_step(tmp_path: Path) -> None:
     (tmp_path / "moe.json").write_text(
         json.dumps({"hidden": 512, "layers": 32, "heads": 8, "ffn": 64, "vocab": 100, "experts": 8})
     )
@@ -156,7 +156,7 @@ def test_every_column_of_steps_is_used(tmp_path: Path) -> None:
     assert (step.time_s, step.memory) == (pytest.approx(64 * 8192 / 4096 / 64), 40 * 2**30)
 
 
-def test_rows_of_other_machines_and_of_what_is_not_modelled_are_left_out(tmp_path: Path) -> None:
+def test_rows_of_other_machines_and_unsupported_training_are_left_out(tmp_path: Path) -> None:
     rows = ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")
     text = "\n".join(f"{row},8,64,2,9000" for row in rows)
     measured = read(tmp_path, f"model,system,training,gpus,global batch,micro batch,tokens/s\n{text}\n")
@@ -169,7 +169,7 @@ def test_rows_of_other_machines_and_of_what_is_not_modelled_are_left_out(tmp_pat
     assert {words: machine_called(words) for words in systems} == systems
 
 
-def test_a_table_of_collectives_is_priced_by_the_machine(tmp_path: Path, dtbench: Cli) -> None:
+def test_table_of_collectives_is_predicted_from_the_machine(tmp_path: Path, dtbench: Cli) -> None:
     path = tmp_path / "nccl.csv"
     size, us = find_machine("h200-8x").collectives["all_gather"]["4"][-1]
     path.write_text(
@@ -203,7 +203,7 @@ def test_a_table_of_collectives_is_priced_by_the_machine(tmp_path: Path, dtbench
         ("playbook-h100", "h100-8x-nanotron", 0.25, 0.9),
     ],
 )
-def test_published_steps_are_predicted_about_as_well_as_the_docs_say(
+def test_published_steps_are_predicted_as_accurately_as_documented(
     file: str, machine: str, most: float, coverage: float, dtbench: Cli
 ) -> None:
     """Halves of tables that the constants were not fitted to are in results/plan."""
@@ -220,7 +220,7 @@ def test_published_steps_are_predicted_about_as_well_as_the_docs_say(
 # --------------------------------------------------------------------------------- fits and machines
 
 
-def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None:
+def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> None:
     error = ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)})
     machine = structs.replace(
         MACHINE,
@@ -256,7 +256,7 @@ def test_intervals_are_of_the_kind_of_step_and_widen_beyond_the_ground() -> None
         ({"fitted": None}, "fitted: expected object"),
     ],
 )
-def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_machines_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     content = json.loads((Path(machines.__file__).parent / "machines" / "a100-8x.json").read_text()) | change
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(content))
@@ -268,7 +268,7 @@ def test_a_machine_that_cannot_be_is_refused(change: dict[str, Any], message: st
 # --------------------------------------------------------------------------------- the command line
 
 
-def test_a_plan_is_the_same_in_tables_and_json(dtbench: Cli) -> None:
+def test_plan_tables_and_json_agree(dtbench: Cli) -> None:
     options = ("plan", "--model", "llama-8b", "--gpus", "16", "--batch", "32")
     code, out, _ = dtbench(*options, "--json")
     assert code == 0
@@ -283,7 +283,7 @@ def test_a_plan_is_the_same_in_tables_and_json(dtbench: Cli) -> None:
     assert best["words"] in out and best["why"].partition(",")[0] in out
 
 
-def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
+def test_fitted_machine_can_be_used(tmp_path: Path, dtbench: Cli) -> None:
     machine = str(tmp_path / "machine.json")
     few = tmp_path / "few.csv"
     few.write_text("\n".join([TITLES, *[GOOD] * 7]))
@@ -291,7 +291,7 @@ def test_a_machine_is_fitted_and_used(tmp_path: Path, dtbench: Cli) -> None:
     assert (code, "got 7 measured steps, expected at least 8" in err) == (2, True)
     code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", machine)
     assert code == 0, err
-    assert "mean error" in out and f"is in {machine}" in out
+    assert "mean error" in out and f"to {machine}" in out
     assert find_machine(machine).fitted_on == "a100-64-gpus.csv"
     table = str(STEPS / "a100-256-gpus.csv")
     _, out, _ = dtbench("plan", "--validate", table, "--machine", machine, "--json")
@@ -308,36 +308,36 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
     [
         (
             [],
-            "give --model and --gpus and --batch, such as `dtbench plan --model llama-8b --gpus 8 --batch 256`",
+            "missing --model and --gpus and --batch, e.g. `dtbench plan --model llama-8b --gpus 8 --batch 256`",
         ),
         (
             ["--gpus", "64"],
-            "give --model and --batch, such as `dtbench plan --model llama-8b --gpus 64 --batch 256`",
+            "missing --model and --batch, e.g. `dtbench plan --model llama-8b --gpus 64 --batch 256`",
         ),
         ([*SEARCH, "--model", "no-such"], "--model no-such: unknown model"),
         ([*SEARCH, "--gpus", "7"], "no layout divides a batch of 8 sequences over 7"),
         ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs"),
-        ([*SEARCH, "--memory", "3"], "--memory 3 leaves nothing"),
+        ([*SEARCH, "--memory", "3"], "got --memory 3, expected more than"),
         ([*SEARCH, "--machine", "abacus"], "--machine abacus: unknown machine"),
-        ([*SEARCH, "-o", "b.json"], "-o is for --fit"),
+        ([*SEARCH, "-o", "b.json"], "-o requires --fit"),
         (["--validate", "a.csv", "--fit", "b.csv"], "exclude each other"),
         (
             ["--validate", "a.csv", "--model", "llama-8b"],
-            "--validate says what is predicted: leave --model out",
+            "--validate does not use --model: leave it out",
         ),
-        (["--fit", "a.csv", "--memory", "40", "-o", "b.json"], "leave --memory out"),
+        (["--fit", "a.csv", "--memory", "40", "-o", "b.json"], "does not use --memory: leave it out"),
         (["--fit", "b.csv"], "give -o FILE.json"),
         (["--validate", "/dev/zero"], "is not a regular file"),
     ],
 )
-def test_wrong_input_is_told_in_a_line(options: list[str], message: str, dtbench: Cli) -> None:
+def test_invalid_input_is_reported_in_one_line(options: list[str], message: str, dtbench: Cli) -> None:
     code, _, err = dtbench("plan", *options)
     assert code == 2
     assert message in err
     assert len(err.splitlines()) == 1
 
 
-def test_a_topology_prices_the_links(tmp_path: Path, dtbench: Cli) -> None:
+def test_topology_determines_the_links(tmp_path: Path, dtbench: Cli) -> None:
     times = []
     for bandwidth in (20.0, 2.0):
         dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")

@@ -1,4 +1,4 @@
-"""Validation scores each model on launches it has not seen, with errors that are known in advance."""
+"""Validation scores each model on new launches, whose errors are known in advance."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ratio(validation: Validation, model: str, regime: str = "all", group: str = 
     return result.scores[model][regime].geometric_mean_ratio
 
 
-def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
+def test_scores_and_noise_floor_match_the_launches() -> None:
     """Fitted on launches of 0.9, 1 and 1.1; new ones take 1.2 and 0.8 of what the formula says."""
     new = run_of([*results(1.2, 0), *results(0.8, 1)])
     validation = score_runs(fitted(0.9, 1.0, 1.1), [new])
@@ -64,7 +64,7 @@ def test_errors_and_the_noise_floor_are_those_of_the_launches() -> None:
     assert group.scores["floor"]["all"].points == len(forecasts) * 2 * 3 * len(SIZES)
 
 
-def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
+def test_models_distinguish_torchs_guessed_layout_from_the_reported_one() -> None:
     """On CPU torch takes every dim for crossing hosts; here tp does not, and takes what torch would say."""
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     topology = calibrate([run_of(results(truth=builtin), "fitted")])
@@ -83,7 +83,7 @@ def test_torchs_own_layout_and_the_right_one_are_told_apart() -> None:
     assert ratio(validation, "builtin") == pytest.approx(1, abs=1e-6)
 
 
-def test_intervals_are_scored_on_each_new_value() -> None:
+def test_interval_coverage_counts_each_new_value() -> None:
     topology = fitted(0.9, 1.0, 1.1)
     near, far = results(1.05, 0), results(3.0, 1)
     (group,) = score_runs(topology, [run_of([*near, *far])]).groups
@@ -93,7 +93,7 @@ def test_intervals_are_scored_on_each_new_value() -> None:
     assert score_runs(fitted(1.0), [run_of(results())]).groups[0].one_launch
 
 
-def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
+def test_other_collectives_and_redistributions_are_scored_separately() -> None:
     measured = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
     validation = score_runs(calibrate([run_of(measured, "fitted")]), [run_of(measured)])
     assert [group.name for group in validation.groups] == [
@@ -109,7 +109,7 @@ def test_other_collectives_and_changes_of_placement_are_scored_apart() -> None:
 # ---------------------------------------------------------------------------------- what is refused
 
 
-def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
+def test_fitted_runs_are_refused_unless_allowed() -> None:
     topology, own = fitted(1.0), run_of(results(), "fitted")
     with pytest.raises(UsageError, match=r"the topology was fitted to.*--same"):
         score_runs(topology, [own])
@@ -125,14 +125,14 @@ def test_runs_that_it_was_fitted_on_are_refused_unless_asked_for() -> None:
         ({"mesh": {"x": 2, "y": 2}}, r"has measured none of the topology.s mesh dims \(dp=2, tp=2\)"),
     ],
 )
-def test_runs_of_another_setup_are_refused(changes: dict[str, Any], says: str) -> None:
+def test_runs_of_a_different_setup_are_refused(changes: dict[str, Any], says: str) -> None:
     of_mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
     measured = results(**of_mesh)
     with pytest.raises(UsageError, match=says):
         score_runs(fitted(1.0), [run_of(measured, **changes)])
 
 
-def test_differences_that_may_make_the_errors_are_said() -> None:
+def test_differences_between_topology_and_runs_are_reported() -> None:
     half = [msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
     notes = score_runs(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
     assert any("dp spans (1, 1) hosts (min, max) in the runs, (2, 2) in the topology" in n for n in notes)
@@ -146,7 +146,7 @@ def test_differences_that_may_make_the_errors_are_said() -> None:
 # ----------------------------------------------------------------------------------- held-out sizes
 
 
-def test_sizes_held_out_are_predicted_from_their_neighbours_and_not_by_themselves() -> None:
+def test_score_split_predicts_held_out_sizes_from_neighbours() -> None:
     """Times linear in size: a table that is read linearly is exact, whatever it was not fitted on."""
     validation = score_split(run_of(results()))
     (group,) = validation.groups
@@ -159,7 +159,7 @@ def test_sizes_held_out_are_predicted_from_their_neighbours_and_not_by_themselve
     assert ratio(score_split(run_of(odd)), "table") == pytest.approx(2, rel=1e-9)
 
 
-def test_too_few_sizes_are_not_split() -> None:
+def test_score_split_refuses_too_few_sizes() -> None:
     with pytest.raises(UsageError, match="measured at 3 or more sizes"):
         score_split(run_of(results(sizes=SIZES[:2])))
 
@@ -167,7 +167,7 @@ def test_too_few_sizes_are_not_split() -> None:
 # ------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_prints_a_table_or_json(dtbench: Cli) -> None:
+def test_validate_command_prints_a_table_or_json(dtbench: Cli) -> None:
     write_topology(fitted(0.9, 1.1), "t.json")
     made_up.write(Path("new.jsonl"), run_of([*results(1.2, 0), *results(1.3, 1)]))
     code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl")
@@ -183,16 +183,16 @@ def test_the_command_prints_a_table_or_json(dtbench: Cli) -> None:
     assert code == EXIT_OK and "every second size of new.jsonl" in out
 
 
-def test_wrong_usage_is_one_line(dtbench: Cli) -> None:
+def test_invalid_options_are_refused_in_one_line(dtbench: Cli) -> None:
     write_topology(fitted(1.0), "t.json")
     made_up.write(Path("fitted.jsonl"), run_of(results(), "fitted"))
     for args, says in (
-        ("--split t.json fitted.jsonl", "--split takes one RUN and no topology, got 2 files"),
-        ("--split fitted.jsonl --same", "--same is for --validate"),
+        ("--split t.json fitted.jsonl", "got 2 files, expected a single RUN"),
+        ("--split fitted.jsonl --same", "--same requires --validate"),
         ("--split --validate t.json fitted.jsonl", "--validate and --split exclude each other"),
-        ("--split fitted.jsonl -o new.json", "--split writes none"),
-        ("fitted.jsonl", "-o missing"),
-        ("fitted.jsonl -o new.json --json", "--json is for --validate"),
+        ("--split fitted.jsonl -o new.json", "but --split writes none"),
+        ("fitted.jsonl", "missing -o"),
+        ("fitted.jsonl -o new.json --json", "--json is not used with -o"),
         ("--validate fitted.jsonl t.json", "fitted.jsonl is a run of dtbench, expected a topology"),
     ):
         code, out, err = dtbench("calibrate", *args.split())

@@ -1,4 +1,4 @@
-"""Predicts the range of times that a new launch would measure; prices and constants have these intervals.
+"""Predicts the range of times that a new launch would measure: the intervals of estimates and constants.
 
 Most of the variance is between launches, so a curve of K launches has few independent values. Resampling K = 5 launches
 would claim that a sixth lies among them, which is true 67 % of the time. So `new_launch` draws from a model, on the

@@ -4,8 +4,8 @@ The score is exp(mean |ln(predicted / measured)|); 1 is perfect. Percentages wou
 little, since their error cannot exceed 100 %. Predictions are compared with each launch, not with the median over
 launches, because a program runs in a single launch.
 
-The noise floor is the difference between launches. Every other launch, of the new runs and of those that the topology
-was fitted to, predicts each new launch. A model with a single time per size cannot do much better.
+The noise floor is the difference between launches: each new launch is predicted by every other launch, of the new runs
+and of the runs to which the topology was fitted. A model with a single time per size cannot do much better.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class _Errors:
 
     Attributes:
         logs: model -> (size in bytes, log error) of each prediction.
-        inside: whether each value lies within its interval.
-        beyond: number of values at sizes outside the tables.
+        is_inside: whether each value lies within its interval.
+        outside_count: number of values at sizes outside the tables.
     """
 
     logs: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    inside: list[bool] = field(default_factory=list)
-    beyond: int = 0
+    is_inside: list[bool] = field(default_factory=list)
+    outside_count: int = 0
     one_launch: bool = False
 
     def add(self, model: str, size_bytes: int, predicted_us: float, measured_us: float) -> None:
@@ -120,9 +120,9 @@ class _Errors:
         return CallGroup(
             name=name,
             scores={model: _scores(self.logs[model]) for model in MODELS if model in self.logs},
-            inside=float(np.mean(self.inside)) if self.inside else None,
-            points=len(self.inside),
-            beyond=self.beyond,
+            inside=float(np.mean(self.is_inside)) if self.is_inside else None,
+            points=len(self.is_inside),
+            beyond=self.outside_count,
             one_launch=self.one_launch,
         )
 
@@ -228,9 +228,9 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
                     for forecast in (*new_us[:i], *new_us[i + 1 :], *fitted_us):
                         group.add("floor", size, forecast, measured)
                     if expected.extrapolated:
-                        group.beyond += 1
+                        group.outside_count += 1
                     elif expected.low_us < expected.high_us:
-                        group.inside.append(expected.low_us <= measured <= expected.high_us)
+                        group.is_inside.append(expected.low_us <= measured <= expected.high_us)
     order = sorted(errors, key=lambda name: (name != RING, name != OTHER, name))
     return tuple(errors[name].group(name) for name in order)
 

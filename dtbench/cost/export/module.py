@@ -67,7 +67,7 @@ def render(topology: CalibratedTopology, target: Target, module: str = "topology
         curves=dict(_placement_curves(topology)) if target == "torch" else curves,
         tables=tables,
         ramps=ramps,
-        price=inspect.getsource(Curve).rstrip(),
+        curve_source=inspect.getsource(Curve).rstrip(),
         versions=" and ".join(TORCH_VERSIONS),
         newest=TORCH_VERSIONS[-1],
     )

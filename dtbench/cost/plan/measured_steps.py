@@ -226,11 +226,11 @@ def _model(row: CsvRow) -> TransformerModel:
     return model
 
 
-def gpt(hidden: int, heads: int, layers: int, vocab: int = GPT_VOCAB) -> TransformerModel:
+def gpt(hidden: int, heads: int, layers: int) -> TransformerModel:
     """Returns a model like GPT, with an MLP of 4 x hidden features and a tied embedding."""
     if hidden % heads:
         raise InexpressibleError(f"the hidden size {hidden} is not a multiple of the {heads} attention heads")
-    model = TransformerModel("", hidden, layers, heads, 4 * hidden, vocab, gated=False, tied=True)
+    model = TransformerModel("", hidden, layers, heads, 4 * hidden, GPT_VOCAB, gated=False, tied=True)
     return structs.replace(model, name=f"GPT {model.elements() / 1e9:.3g} B ({layers} x {hidden})")
 
 

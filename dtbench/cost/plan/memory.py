@@ -62,7 +62,7 @@ def memory_of(job: TrainingJob, layout: TrainingLayout, fitted: FittedConstants 
 
 def _activations(job: TrainingJob, layout: TrainingLayout, counts: tuple[int, ...]) -> float:
     tokens = layout.micro_batch * job.sequence // layout.cp
-    kept, temporary = _layer_bytes(job, layout)
+    saved, temporary = _layer_bytes(job, layout)
     micro_batches = layout.micro_batches(job.batch)
     logits = LOGIT * tokens * job.model.vocab / layout.tp
     peak = 0.0
@@ -71,7 +71,7 @@ def _activations(job: TrainingJob, layout: TrainingLayout, counts: tuple[int, ..
         if layout.chunks > 1:  # interleaved (arXiv 2205.05198, section 4.2.3)
             in_flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
         ends = logits if stage == layout.pp - 1 else 0.0
-        peak = max(peak, tokens * layers * kept * in_flight + ends)
+        peak = max(peak, tokens * layers * saved * in_flight + ends)
     return peak + tokens * temporary
 
 
@@ -84,13 +84,13 @@ def _layer_bytes(job: TrainingJob, layout: TrainingLayout) -> tuple[float, float
     sharded = 4.0 * (width + kv_width) + (6 if model.gated else 4) * model.ffn * model.experts_per_token
     scores = 0.0 if software.flash else 5.0 * model.heads * job.sequence
     input_shards = layout.tp if software.sequence_parallel else 1
-    kept = block_inputs / input_shards + (sharded + scores) / layout.tp
+    saved = block_inputs / input_shards + (sharded + scores) / layout.tp
     if layout.recompute == "full":
-        return 2.0 * model.hidden / input_shards, kept
+        return 2.0 * model.hidden / input_shards, saved
     if layout.recompute == "selective" and software.flash:
         # torchtitan's option "op" keeps attention and every second matrix product.
         products = 2 * width + 2 * kv_width + model.hidden + (3 if model.gated else 2) * model.ffn / 2
-        return (4.0 * model.hidden + 2.0 * width + products) / layout.tp, kept
+        return (4.0 * model.hidden + 2.0 * width + products) / layout.tp, saved
     if layout.recompute == "selective":
-        return kept - scores / layout.tp, scores / layout.tp
-    return kept, 0.0
+        return saved - scores / layout.tp, scores / layout.tp
+    return saved, 0.0

@@ -72,7 +72,7 @@ class PlanFile(Struct, frozen=True, kw_only=True):
         sequence: tokens per sequence.
         limit_bytes: memory per GPU that the training may use.
         considered: number of layouts that were evaluated.
-        fitting: number of those that fit into memory.
+        fitting: number of layouts that fit into memory.
         best: the fastest layout for each split of the ranks, fastest first.
     """
 

@@ -238,7 +238,7 @@ def _data_parallel(
     overlap_s = busy_s if job.software.overlap else 0.0
     total = 0.0
     for count, copies, inner in replicated:
-        # One collective per layer, as FSDP has; DDP's buckets and ZeRO's tensors have a similar size.
+        # Assumes a collective per layer, as FSDP has; DDP's buckets and ZeRO's tensors have a similar size.
         gradients, weights = (count * item / layers for item in (machine.fitted.gradient_bytes, ITEM))
         shards = min(layout.fsdp, copies)
         if shards > 1:

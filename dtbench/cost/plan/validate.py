@@ -39,7 +39,7 @@ class StepRow(Struct, frozen=True, kw_only=True):
         low_s: lower end of the 90 % interval, if there is one.
         high_s: upper end of the interval.
         measured_bytes: memory per GPU, if it was measured.
-        line: number of the line in the file, 0 if there is none.
+        line: number of the line in the file, or 0.
     """
 
     label: str
