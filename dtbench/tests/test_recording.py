@@ -190,7 +190,7 @@ def test_in_a_rank_what_was_recorded_before_an_exception_is_kept(
         "ProfilerStep#6",
     ]
     assert re.fullmatch(
-        r"rank 0 stood at train.py:10 in <module> \(ValueError: no data\)", recording.notes[0]
+        r"rank 0 stopped at train.py:10 in <module> \(ValueError: no data\)", recording.notes[0]
     )
 
 
@@ -199,7 +199,7 @@ def test_in_a_rank_sigterm_in_the_window_keeps_the_trace(
 ) -> None:
     recording = train(job, tmp_path, "if step == 6: os.kill(os.getpid(), signal.SIGTERM)")
     assert recording.exit_code == 128 + signal.SIGTERM and steps_of(recording.traces[0])
-    assert recording.notes == ("rank 0 stood at train.py:10 in <module> (ended by SIGTERM)",)
+    assert recording.notes == ("rank 0 stopped at train.py:10 in <module> (ended by SIGTERM)",)
 
 
 def test_in_a_rank_a_step_that_takes_too_long_ends_the_job(
@@ -207,7 +207,7 @@ def test_in_a_rank_a_step_that_takes_too_long_ends_the_job(
 ) -> None:
     recording = train(job, tmp_path, "if step == 9: __import__('time').sleep(100)", timeout_s=15)
     assert recording.exit_code == 1 and len(recording.traces) == 1
-    assert recording.notes == ("rank 0 stood at train.py:10 in <module> (Timeout (0:00:15)!)",)
+    assert recording.notes == ("rank 0 stopped at train.py:10 in <module> (Timeout (0:00:15)!)",)
 
 
 def test_in_a_rank_the_programs_own_profiler_is_let_be(job: Callable[..., Recording], tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_in_a_rank_the_programs_own_profiler_is_let_be(job: Callable[..., Record
         sys.exit(0 if any("ProfilerStep" in e.name for e in own.events()) or not own.events() else 9)"""
     recording = train(job, tmp_path, own)
     assert recording.exit_code == 9  # it has events, and none of ours
-    assert "has a profiler of its own from step 7 on" in recording.notes[0]
+    assert "starts its own profiler at step 7" in recording.notes[0]
 
 
 def test_in_a_rank_the_whole_run_of_a_program_without_an_optimizer(
@@ -257,8 +257,8 @@ def test_under_torchrun_a_rank_that_raises_is_named_and_all_traces_are_kept(tmp_
     program.write_text(text.replace("STEP", "if step == 6 and dist.get_rank(): raise ValueError('mine')"))
     recording = record([*TORCHRUN, "2", str(program), "", "12"], tmp_path)
     assert recording.exit_code == 1 and len(recording.traces) == 2
-    assert recording.notes[0].startswith("rank 1 stood at train.py:10 in <module> (ValueError: mine)")
-    assert any(note.startswith("rank 0 stood at train.py:8 in <module>") for note in recording.notes)
+    assert recording.notes[0].startswith("rank 1 stopped at train.py:10 in <module> (ValueError: mine)")
+    assert any(note.startswith("rank 0 stopped at train.py:8 in <module>") for note in recording.notes)
 
 
 def test_under_torchrun_sends_name_their_group_and_dims_over_all_ranks_their_name(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Tells kernels that communicate from those that compute, by the names of their functions.
+"""Distinguishes communication kernels from computation by their function names.
 
-The names stand in the sources that are cited, by repository and file. Only the function's own name counts: its template
-arguments and parameters may name a reduction within a block (`LayerNorm<BlockAllReduce>`), which is computation.
+Comments cite the repository and file that define the names. Template arguments and parameters are ignored, because they
+may name a reduction within a thread block (`LayerNorm<BlockAllReduce>`), which is computation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import lru_cache
 
 from dtbench.traces.communication import parse_collective
 
-# The whole name behind its namespaces -> its collective; "": what the name itself says. The first that fits counts.
+# Pattern of the name after its namespaces -> its collective; "" to parse the collective from the name. The first match
+# counts.
 _COLLECTIVES = (
     # NCCL and RCCL: src/device/generate.py; MSCCL: ROCm/rccl src/misc/msccl; MSCCL++: microsoft/mscclpp
     # src/ext/collectives; oneCCL: intel/torch-xpu-ops#5384; NVSHMEM and torch: c10d/symm_mem/*_extension.cu.
@@ -68,18 +69,18 @@ _COLLECTIVES = (
     (r"reduce_?scatter_?(?:small|medium|large)\w*kernel\w*", "reduce_scatter"),
 )
 _KNOWN = tuple((re.compile(rf"(?:.*::)?(?:{name})", re.IGNORECASE), kind) for name, kind in _COLLECTIVES)
-_LONGEST = 600  # characters of a name that are read: a function's own stand first
+_MAX_NAME = 600  # characters of a name that are read; the function's own name comes first
 _LENGTH = re.compile(r"L?(\d{1,3})")  # before each part of a mangled name
-# The same kernel of torch scatters where its fourth template argument says so.
+# torch uses one kernel for both: it is a reduce_scatter if its fourth template argument is true.
 _SCATTERS = re.compile(
     r"two_shot_all_reduce_kernel(?:<[^<>]+, \d+, -?\d+, true|I\w{1,40}?Li\d+ELin?\d+ELb1E)"
 )
-# Functions of other kernels that may communicate, but for what threads of one block do among themselves.
+# Names of unknown kernels that may communicate, except for collectives within a thread block or a warp.
 MAY_COMMUNICATE = re.compile(
     r"(?i)^(?!.*(?:block|warp|wave|thread|quad|lane)_?all)"
     r".*(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|a2a_|multimem|send_?recv)"
 )
-# Functions that compute wherever they run: torch's own, compiled ones, and those of libraries of GEMMs and the like.
+# Kernels that compute on any stream: torch's, compiled ones, and those of GEMM and attention libraries.
 COMPUTES = re.compile(
     r"(?i)^(?:at::|triton_|cub::|thrust::)|gemm|cutlass|cublas|cudnn|Cijk_|flash_|fmha|elementwise"
 )
@@ -87,12 +88,12 @@ COMPUTES = re.compile(
 
 @lru_cache(2**14)
 def function_of(name: str) -> str:
-    """Returns a kernel's function and its namespaces without return type, template arguments and parameters.
+    """Returns a kernel's function with its namespaces, without return type, template arguments and parameters.
 
     Args:
-        name: as a trace has it, demangled or mangled by the Itanium C++ ABI: each part behind its length.
+        name: demangled, or mangled by the Itanium C++ ABI, which puts the length before each part.
     """
-    name = name[:_LONGEST]
+    name = name[:_MAX_NAME]
     if mangled := re.match(r"_ZN?[KL]?(?=\d)", name):
         parts, offset = list[str](), mangled.end()
         while length := _LENGTH.match(name, offset):
@@ -102,10 +103,10 @@ def function_of(name: str) -> str:
     return re.split(r"[<(.]", plain, maxsplit=1)[0].strip().rpartition(" ")[2]
 
 
-@lru_cache(2**14)  # names are few and long
+@lru_cache(2**14)
 def kernel_collective(name: str) -> str:
-    """Returns what a kernel of this name communicates, `unknown` where the name does not say; "" where it computes."""
+    """Returns a kernel's collective, "unknown" if its name does not show which, or "" if it computes."""
     function = function_of(name)
-    named = (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
-    collective = next(named, "")
+    matches = (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
+    collective = next(matches, "")
     return "reduce_scatter" if collective and _SCATTERS.search(name) else collective

@@ -1,4 +1,7 @@
-"""Runs a user's job as it is and records its ranks: `hook/` stands first on PYTHONPATH, all else is the job's own."""
+"""Runs a user's job unchanged and records a trace of each rank.
+
+The folder `hook/` comes first on PYTHONPATH, so every Python process of the job runs its `sitecustomize`.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,21 @@ from pathlib import Path
 
 from dtbench.errors import UsageError
 
-# Communicators, compilation and DDP's buckets come in the first steps; what is left serves a script of 20.
+# The first steps create communicators, compile, and rebuild DDP's buckets. The sum fits scripts with 20 steps.
 WARMUP, STEPS = 5, 3
-_ANSWERED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
-_NOTHING = "nothing was recorded: no Python process joined a process group, or the hook's PYTHONPATH does not reach it"
+_FORWARDED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+_NO_RANKS = "nothing was recorded: no Python process joined a process group, or PYTHONPATH did not reach it"
 
 
 @dataclass(frozen=True)
 class Recording:
-    """exit_code: the job's, 128 + N where signal N ended it. traces: by rank. notes: what is missing, and where ranks
-    stood when they ended badly, the first first; a sentence each."""
+    """Result of running a job.
+
+    Attributes:
+        exit_code: the job's exit code; 128 + N if signal N ended it.
+        traces: one file for each recorded rank, in the order of ranks.
+        notes: what is missing, and where failed ranks stopped, one sentence each; the first failure first.
+    """
 
     exit_code: int
     traces: tuple[Path, ...]
@@ -33,66 +41,74 @@ class Recording:
 def record(
     command: Sequence[str], folder: Path, *, steps: int = STEPS, warmup: int = WARMUP, timeout_s: int = 0
 ) -> Recording:
-    """Runs `command` and keeps a trace per rank in `folder`, which exists.
+    """Runs a command and writes a trace of each rank.
 
-    steps: to record after `warmup` ones; 0: the whole run. timeout_s: a rank that waits longer for the end of a step,
-    or for the first one, ends the job; 0: none does.
+    Args:
+        command: the program and its arguments.
+        folder: an existing folder for the traces.
+        steps: steps to record; 0 records the whole run.
+        warmup: steps before the recorded ones.
+        timeout_s: seconds without the end of a step after which a rank ends the job; 0 for no limit.
 
     Raises:
-        UsageError: a command that cannot be started.
+        UsageError: the command cannot be started.
     """
-    home = folder.resolve()
-    # Kineto tells stderr of every start; of NCCL's last collectives torch keeps 2000, for who dumps them.
+    folder = folder.resolve()
+    # The log level silences Kineto's messages about each start. The dump shows NCCL's last collectives after a timeout.
     env = {
         "KINETO_LOG_LEVEL": "99",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{home}/nccl_rank"),
+        "TORCH_FR_DUMP_TEMP_FILE": os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder}/nccl_rank"),
         **os.environ,
         "DTBENCH_RECORD_WINDOW": f"{steps} {warmup} {timeout_s}",
-        "DTBENCH_RECORD_FOLDER": f"{home}",
+        "DTBENCH_RECORD_FOLDER": f"{folder}",
         "PYTHONPATH": f"{Path(__file__).with_name('hook')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
-    prctl, before = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _ANSWERED)
+    prctl, before = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)
     unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
     try:
-        # The job does not outlive us: PR_SET_PDEATHSIG of linux/prctl.h.
+        # PR_SET_PDEATHSIG (linux/prctl.h) ends the job if this process dies.
         process = subprocess.Popen(
             command, env=env, preexec_fn=lambda: (prctl(1, signal.SIGTERM.value), unblock())
         )
         while process.poll() is None:
-            told = signal.sigtimedwait(_ANSWERED, 0.5)
-            # The kernel sends a terminal's signals to the job, too; those of a process are handed on.
-            if told and told.si_signo != signal.SIGCHLD and told.si_code <= 0:
-                process.send_signal(told.si_signo)
+            received = signal.sigtimedwait(_FORWARDED_SIGNALS, 0.5)
+            # The kernel sends a terminal's signals to the job itself. Only those that a process sent are forwarded.
+            if received and received.si_signo != signal.SIGCHLD and received.si_code <= 0:
+                process.send_signal(received.si_signo)
     except OSError as error:
-        why = f"{error.strerror or error}".lower()
+        reason = f"{error.strerror or error}".lower()
         raise UsageError(
-            f"cannot run {command[0]!r}: {why}; give a command, as `torchrun train.py`"
+            f"cannot run {command[0]!r}: {reason}; give a command, as `torchrun train.py`"
         ) from error
     finally:
         unblock()
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    ranks: dict[str, list[str]] = {}
-    files = sorted(home.glob("rank*.txt"), key=lambda file: file.stat().st_mtime_ns)
+    ranks_by_report: dict[str, list[str]] = {}
+    files = sorted(folder.glob("rank*.txt"), key=lambda file: file.stat().st_mtime_ns)
     for file in files:
         text = file.read_text(errors="replace")
-        if text and (code or "hread 0x" not in text):  # a process that a rank forked may have been ended
-            ranks.setdefault(_said(text), []).append(file.stem.removeprefix("rank"))
+        # After success, stacks come from child processes that a rank terminated.
+        if text and (code or "hread 0x" not in text):
+            ranks_by_report.setdefault(_summarize(text), []).append(file.stem.removeprefix("rank"))
         else:
             file.unlink()
-    notes = tuple(f"rank {', '.join(of)} {said}" for said, of in ranks.items()) if files else (_NOTHING,)
-    traces = sorted(home.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))
+    notes = tuple(f"rank {', '.join(ranks)} {report}" for report, ranks in ranks_by_report.items())
+    notes = notes if files else (_NO_RANKS,)
+    traces = sorted(folder.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))
     return Recording(code, tuple(traces), notes)
 
 
-def _said(text: str) -> str:
-    """What a rank says of itself, or `stood at train.py:12 in main (ValueError: no)`; text: frames innermost first, of
-    threads the main one last."""
-    first, *threads = re.split(r"(?:Current thread|Thread) 0x", text)
-    frames = re.findall(
-        r'  File "(.+)", line (\d+) in (.+)', first if "  File " in first else "".join(threads[-1:])
-    )
-    why = first.partition("\n")[0][:160] or "ended by SIGTERM"
+def _summarize(text: str) -> str:
+    """Returns a rank's own report, or where it stopped, e.g. "stopped at train.py:12 in main (ValueError: no)".
+
+    Args:
+        text: the content of the rank's `rankN.txt`. Stacks have the innermost frame first, and the main thread last.
+    """
+    report, *threads = re.split(r"(?:Current thread|Thread) 0x", text)
+    stack = report if "  File " in report else "".join(threads[-1:])
+    frames = re.findall(r'  File "(.+)", line (\d+) in (.+)', stack)
+    reason = report.partition("\n")[0][:160] or "ended by SIGTERM"
     for file, line, name in [frame for frame in frames if "-packages/" not in frame[0]] or frames:
-        return f"stood at {Path(file).name}:{line} in {name} ({why})"
-    return why
+        return f"stopped at {Path(file).name}:{line} in {name} ({reason})"
+    return reason

@@ -1,1 +1,1 @@
-"""Stands first on the PYTHONPATH of a job that is recorded."""
+"""Modules for the processes of a recorded job. This folder comes first on their PYTHONPATH."""

@@ -1,6 +1,10 @@
-"""Records the rank that imports it, on its own torch: a window of steps, and where it stood when it ended badly.
-A step ends with the `step` of the optimizer that steps first, so all ranks count alike. No error of ours gets out, and
-after the window nothing is hooked that costs time. `rankN.json.gz`: the trace; `rankN.txt`: what else is to be said."""
+"""Records a window of steps of the rank that imports this module, and where the rank stopped if it fails.
+
+A step ends with the `step()` of the optimizer that steps first, so all ranks count the same steps. Errors of the
+recorder do not reach the program. After the window, no hook that costs time remains.
+
+`rankN.json.gz` is the trace. `rankN.txt` holds the reason for a missing trace, or the stacks of a rank that failed.
+"""
 
 import atexit
 import faulthandler
@@ -23,11 +27,21 @@ from torch.distributed import distributed_c10d as c10d
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, profile, record_function
 
-# From the class's __dict__, for they are put back: what getattr returns would no longer be bound to a group.
+# Taken from the class's __dict__, to be restored later. The result of getattr would no longer bind to a group.
 TRANSFERS = {name: vars(c10d.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
 
 
 class Recorder:
+    """Hooks into the rank's program and records its steps.
+
+    Attributes:
+        optimizer: weak reference to the optimizer whose `step()` ends a step.
+        profile: the profiler while it records or warms up.
+        done: number of finished steps.
+        over: whether the window has ended.
+        mesh_dims: JSON of the mesh dims, from the first step on.
+    """
+
     optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
     profile: "profile | None" = None
     done, over, mesh_dims = 0, False, ""
@@ -35,7 +49,7 @@ class Recorder:
     def __init__(self, path: str) -> None:
         self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
         self.path, self.pid = path, os.getpid()
-        self.notes = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - for signals until the end
+        self.notes = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - signal handlers write to it until the end
         self.hook = register_optimizer_step_post_hook(lambda *args: self.guard(self.on_step, *args))
         self.init = session.__init__
         session.__init__ = lambda *args, **kwargs: self.on_session(*args, **kwargs)  # type: ignore[method-assign]
@@ -48,7 +62,7 @@ class Recorder:
             self.guard(self.begin)
 
     def guard(self, action: "Callable[..., object]", *args: object) -> None:
-        """Not in a process that the rank forked, nor in a graph; an error ends the recording, not the job."""
+        """Runs an action unless torch compiles or this process is forked. An error ends the recording, not the job."""
         try:
             if not torch.compiler.is_compiling() and self.pid == os.getpid():
                 action(*args)
@@ -58,14 +72,18 @@ class Recorder:
                 self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
 
     def await_step(self) -> None:
+        """Restarts the timeout for the next step."""
         if self.timeout_s:
             faulthandler.dump_traceback_later(self.timeout_s, exit=True, file=self.notes)
 
     def answer_sigterm(self, handler: object) -> None:
-        """With all threads' stacks, even where the main thread is stuck, and the handler; unless the program does."""
+        """Makes SIGTERM write the stacks of all threads, then call the handler, unless the program handles SIGTERM.
+
+        faulthandler writes the stacks even if the main thread is blocked.
+        """
         if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, self.on_sigterm):
-            faulthandler.unregister(signal.SIGTERM)  # first: it puts back what it hides
-            with suppress(ValueError):  # in another thread than the main one
+            faulthandler.unregister(signal.SIGTERM)  # first, since it restores the previous handler
+            with suppress(ValueError):  # not in the main thread
                 signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
             faulthandler.register(signal.SIGTERM, self.notes, chain=True)
 
@@ -80,7 +98,7 @@ class Recorder:
         if self.optimizer() is not optimizer:
             return
         self.done += 1
-        self.mesh_dims = self.mesh_dims or mesh_dims()  # a whole run is written after its groups are gone
+        self.mesh_dims = self.mesh_dims or mesh_dims()  # when a whole run ends, its groups are gone
         self.await_step()
         if self.profile is None and self.done == self.warmup - 1 and not self.over:
             self.begin()
@@ -90,7 +108,10 @@ class Recorder:
             self.profile.step()
 
     def begin(self) -> None:
-        """The last step of the warm-up is the profiler's own. Without steps the whole run is recorded as it is."""
+        """Starts the profiler for the window, or for the whole run if the number of steps is 0.
+
+        The profiler itself warms up in the last step of the warm-up.
+        """
         kinds = (ProfilerAction.RECORD, ProfilerAction.WARMUP)
         schedule = (lambda step: kinds[step < self.warmup]) if self.steps else None
         self.profile = profile(record_shapes=True, schedule=schedule)
@@ -102,7 +123,11 @@ class Recorder:
             setattr(c10d.ProcessGroup, name, functools.partialmethod(annotated, transfer))
 
     def end(self, why: str = "the program ended") -> None:
-        """Writes what was recorded and takes the hooks out. why: the reason for fewer steps than asked for."""
+        """Writes the trace and removes the hooks.
+
+        Args:
+            why: the reason if fewer steps than requested were recorded.
+        """
         ended, self.profile, self.over = self.profile, None, True
         session.__init__ = self.init  # type: ignore[method-assign]
         if not self.timeout_s:
@@ -125,20 +150,22 @@ class Recorder:
                 Path(f"{self.path}.part.gz").rename(f"{self.path}.json.gz")
 
     def on_session(self, other: session, *args: object, **kwargs: object) -> None:
-        if self.profile is None or self.profile.profiler is not None:  # it is not ours that is being made
+        """Ends the recording if the program starts a profiler, since torch allows one at a time."""
+        if self.profile is None or self.profile.profiler is not None:  # not the recorder's own profiler
             self.guard(
-                self.notes.write, f"has a profiler of its own from step {self.done} on, which is let be\n"
+                self.notes.write, f"starts its own profiler at step {self.done}, which ends the recording\n"
             )
-            self.guard(self.end, "the program began a profiler of its own")
+            self.guard(self.end, "the program started its own profiler")
         self.init(other, *args, **kwargs)  # type: ignore[arg-type]
 
     def on_exit(self) -> None:
+        """Reports the error that ends the program, or why there is no trace, and ends the recording."""
         if error := getattr(sys, "last_value", None):
-            # Innermost first, as faulthandler has them.
+            # Innermost frame first, as in faulthandler.
             frames = reversed(traceback.extract_tb(error.__traceback__))
             self.notes.write(f"{type(error).__name__}: {error}\n")
-            self.notes.writelines(f'  File "{at[0]}", line {at[1]} in {at[2]}\n' for at in frames)
-            faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for peers that are gone
+            self.notes.writelines(f'  File "{frame[0]}", line {frame[1]} in {frame[2]}\n' for frame in frames)
+            faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for ranks that have exited
         elif self.done <= self.warmup and self.steps and not self.over:
             remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
             self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
@@ -149,28 +176,34 @@ class Recorder:
 def annotated(
     group: c10d.ProcessGroup, transfer: "Callable[..., object]", *args: object, **kwargs: object
 ) -> object:
-    """A send or receive within an annotation that names its group, which gloo's events of it do not."""
+    """Runs a send or receive within an annotation that names its group, since gloo's events do not contain it."""
     with record_function(f"dtbench:group {c10d._world.pg_names.get(group, '')}"):
         return transfer(group, *args, **kwargs)
 
 
 def mesh_dims() -> str:
-    """Group's name -> names of the mesh dims that it serves: a dim over all ranks has the default group, which other
-    meshes may share and no description names."""
+    """Returns JSON of group name -> names of its mesh dims, joined by "/".
+
+    A dim over all ranks uses the default group. Several meshes may share that group, and its description names no dim.
+    """
     dims: dict[str, list[str]] = {}
     meshes = [mesh for mesh in gc.get_objects() if type(mesh).__name__ == "DeviceMesh"]
     for mesh, dim in [(owner, dim) for owner in meshes for dim in owner.mesh_dim_names or ()]:
-        with suppress(Exception):  # this rank is not in it
+        with suppress(Exception):  # this rank is not in the mesh
             dims.setdefault(mesh.get_group(dim).group_name, []).append(dim)
     return json.dumps({group: "/".join(dict.fromkeys(names)) for group, names in dims.items()})
 
 
 def about() -> str:
-    """What a trace does not say. gloo's threads, two per group (ProcessGroupGloo.cpp), start in the groups' order."""
+    """Returns JSON of facts that a trace does not contain.
+
+    "gloo_threads" maps thread ids to groups. Each group has two threads (ProcessGroupGloo.cpp), and the groups start
+    theirs one after the other.
+    """
     names = [group["pg_name"] for group in c10d._world.pg_config_info if "gloo" in group["backend_config"]]
     tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
     tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
-    threads = {tid: names[k // 2] for k, tid in enumerate(tids) if len(tids) == 2 * len(names)}
+    threads = {tid: names[index // 2] for index, tid in enumerate(tids) if len(tids) == 2 * len(names)}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return json.dumps(
         {
@@ -183,5 +216,5 @@ def about() -> str:
     )
 
 
-if __name__ == "dtbench_recorder":  # by `sitecustomize` beside it; elsewhere `about` alone is wanted
+if __name__ == "dtbench_recorder":  # imported by `sitecustomize`; other modules import only `about`
     Recorder(f"{os.environ['DTBENCH_RECORD_FOLDER']}/rank{c10d.get_rank()}")
