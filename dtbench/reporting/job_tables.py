@@ -161,12 +161,11 @@ def _last_arrivals(job: Job, rank: str = "", dim: str = "", late: Set[str] = fro
     """
     texts = []
     for waits in job.waits:
-        latest = rank or max(
-            waits.last_counts, key=lambda number: (waits.last_counts[number], number in late), default=""
-        )
-        if latest in waits.last_counts and dim in ("", waits.mesh_dim):
+        counts = waits.last_counts
+        latest = rank or max(counts, key=lambda number: (counts[number], number in late), default="")
+        if latest in counts and dim in ("", waits.mesh_dim):
             texts.append(
-                f"{waits.mesh_dim if rank else f'rank {latest}'}: {waits.last_counts[latest] / (waits.calls or 1):.0%}, "
+                f"{waits.mesh_dim if rank else f'rank {latest}'}: {counts[latest] / (waits.calls or 1):.0%}, "
                 f"{format_seconds(waits.late_s.get(latest))}"
             )
     return "; ".join(texts)

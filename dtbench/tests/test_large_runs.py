@@ -33,9 +33,9 @@ def _write(path: Path, cases: int, factor: float = 1.0) -> Path:
 def _formatted_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cases: int) -> tuple[int, str]:
     """How many rows of changes are put into words for a page of so many cases, and the page."""
     formatted = []
-    why = changes_part.why
+    reason_text = changes_part.reason_text
     with monkeypatch.context() as patch:
-        patch.setattr(changes_part, "why", lambda case: formatted.append(case) or why(case))
+        patch.setattr(changes_part, "reason_text", lambda case: formatted.append(case) or reason_text(case))
         new, base = (_write(tmp_path / f"{name}{cases}.jsonl", cases, f) for name, f in (("a", 5), ("b", 1)))
         path = tmp_path / f"{cases}.html"
         write_report(gather([new], [base]), path)

@@ -21,7 +21,7 @@ from dtbench.records.run import RunWriter
 from dtbench.reporting.html import Sources, figures, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
 from dtbench.reporting.html.section import Material
-from dtbench.reporting.html.sources import beside_each_other
+from dtbench.reporting.html.sources import split_systems
 from dtbench.tests import made_up, made_up_findings
 from dtbench.tests.html_page import HOSTILE, Page, cells, harmless, hostile, section, sources
 from dtbench.tests.test_findings import OTHERS, single_ops
@@ -117,7 +117,7 @@ def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
 
     trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
     doubted = Page(render(page_of(trust=trust, exit_code=3))).section_text["verdict"]
-    assert "? Not to be trusted" in doubted and "Not to be trusted: the control moved" in doubted
+    assert "? Untrusted" in doubted and "Untrusted: the control moved" in doubted
     few = made_up_findings.benchmark("inconclusive", "sum", 1.03, impl="wrapped")
     for bounds, interval in (
         ((None, None), "no interval"),
@@ -182,7 +182,7 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
     busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in results[:6]]
     both = section("dispatch", [*results, *busy])
     assert (both.lead, both.headlines) == (shown.lead, shown.headlines)
-    assert "at earlier work" in both.tables[-1].caption
+    assert "executes earlier kernels" in both.tables[-1].caption
 
 
 def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
@@ -220,7 +220,7 @@ def test_captions_say_what_is_there() -> None:
     assert "fairscale" not in buckets.lead and "limit" not in buckets.lead + buckets.figures[0].caption
     whole = [msgspec.structs.replace(r, impl="whole") for r in made_up.tensor_parallel() if r.impl == "local"]
     shown = section("tensor_parallel", whole)
-    assert "no floor" in shown.lead and "one rank, whole" in [c.header for c in shown.tables[0].columns]
+    assert "not a floor" in shown.lead and "one rank, whole" in [c.header for c in shown.tables[0].columns]
     assert "attention" in shown.lead and "block" not in shown.lead
 
 
@@ -263,7 +263,7 @@ def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
     assert collectives.limit_of(made_up.read(header), "tp") is None  # a pair without a link
     assert collectives.limit_of(made_up.read(made_up.header()), "tp") is None  # no GPU
     shown = section("collectives", made_up.collectives(), peaks={"tp": 5e9})
-    assert "The limit drawn is over tp as given, 5.00 GB/s" in shown.lead
+    assert "Limits: tp 5.00 GB/s, as given." in shown.lead
     assert "limit of tp" in [words for figure in shown.figures for words, _ in figure.legend]
 
 
@@ -278,14 +278,14 @@ def test_systems_are_drawn_beside_each_other() -> None:
         mesh=mesh,
         hosts=[f"other-{i}" for i in range(8)],
     )
-    together = beside_each_other(sources([first, other]))
+    together = split_systems(sources([first, other]))
     assert (together.runs, together.systems) == ((first,), ((first,), (other,)))
     shown = section("systems", systems=together.systems)
     assert [panel.title for panel in shown.figures[0].panels][:2] == ["all_gather", "all_reduce"]
     assert {words for words, _ in shown.figures[0].legend} == {"first", "other"}
     machine = {"cpu": {"model": "other"}, "gpus": []}
     dispatch = made_up.run(list(made_up.dispatch()), path="ops.jsonl", machine=machine)
-    assert beside_each_other(sources([first, dispatch])).systems == ()
+    assert split_systems(sources([first, dispatch])).systems == ()
 
 
 def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios() -> None:
@@ -315,15 +315,15 @@ def test_a_lower_bound_is_shown_as_one() -> None:
     run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
     shown = section("redistribute", run.results, topology=calibration.calibrate([run]))
     assert cells(shown, "dp", "2", "inter-host")[3].startswith("≥ ")
-    assert any("lower bound only" in cut for cut in shown.cuts)
+    assert any("lower bound only" in note for note in shown.notes)
 
 
-def test_what_is_hidden_is_the_share_of_the_collectives_time() -> None:
+def test_covered_share_is_that_of_the_collectives_time() -> None:
     times = {"core": 7.0, "wait_at_once": 10.0, "local": 4.0, "torch": 8.0}
     params = {"mesh_dim": "dp", "dtype": "float32", "size": 65536, "late_ms": 0}
     results = [made_up.result("overlap", "all_reduce", i, params, [t * 1e-3] * 3) for i, t in times.items()]
     assert cells(section("bucketer", results), "dp", "64 KiB")[-1] == "50"
-    assert bucketer.hidden_words(-0.25) == "−25% hidden"
+    assert bucketer.covered_text(-0.25) == "−25% covered"
 
 
 def test_stages_add_up_in_the_table(shown: Page) -> None:
@@ -367,7 +367,7 @@ def test_history_puts_first_what_moved_most(shown: Page, tmp_path: Path) -> None
 
 
 def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableRunError, match=r"neither runs nor a table\.json"):
+    with pytest.raises(UnreadableRunError, match=r"contains no runs, no table\.json"):
         gather([tmp_path])
     ops = [r for r in made_up.dispatch() if r.name in ("add", "view", "sum")]
     for day, factor in enumerate((1.0, 1.0, 1.5), 1):
@@ -402,7 +402,7 @@ HISTORY_LINE = {"kind": "history", "schema": 1, "machine": {}, "revision": "a", 
     [
         ("", "is empty"),
         ([1], "[1], expected a JSON object"),
-        ({"kind": "other"}, "is none of the files"),
+        ({"kind": "other"}, "of the kind 'other'"),
         ('{"kind": "gate", "schema": 1', "not JSON"),
         (GATE | {"schema": 2}, "schema: invalid enum value 2"),
         (GATE | {"benchmarks": [3]}, "benchmarks[0]: expected object, got int"),

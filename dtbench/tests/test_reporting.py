@@ -97,7 +97,10 @@ def test_what_has_one_row_is_folded() -> None:
     """A section of one row whole, in a section of more the table or the figure of one; nothing is folded twice."""
     cases = list(made_up.tensor_parallel())
     one = [r for r in cases if (r.name, r.params) == (cases[0].name, cases[0].params)]
-    assert section("tensor_parallel", one).of_one_row and not section("tensor_parallel", cases).of_one_row
+    assert (
+        section("tensor_parallel", one).has_single_rows
+        and not section("tensor_parallel", cases).has_single_rows
+    )
     page_of_one = render([made_up.run([*one, *made_up.bucketer()])])
     inside = page_of_one.partition('<section id="tensor_parallel">')[2].partition("</section>")[0]
     assert inside.index("<details") < min(inside.index("<p"), inside.index("<figure"), inside.index("<table"))
@@ -107,7 +110,7 @@ def test_what_has_one_row_is_folded() -> None:
         made_up.result("overlap", "all_reduce", impl, params, [1e-3] * 3) for impl in ("core", "torch")
     ]
     shown = section("bucketer", [*made_up.bucketer(), *overlap])
-    assert [bool(figure.folded) for figure in shown.figures] == [False, True] and not shown.of_one_row
+    assert [bool(figure.folded) for figure in shown.figures] == [False, True] and not shown.has_single_rows
     assert [
         table.is_collapsed
         for table in section("others", [made_up.result("mine", "a", "b", {}, [1.0])]).tables
@@ -257,13 +260,13 @@ def test_a_page_too_large_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(page, "BUDGET_BYTES", len(without_data.encode()) - 1)
     monkeypatch.setattr(page, "ECONOMIES", (*page.ECONOMIES[:2], page.Economy(False, 20, 1)))
     short = render([run])
-    assert "Tables are cut after 20 rows each" in short and "At most 1 drawing of each figure can" in short
+    assert "Tables are cut after 20 rows each" in short and "Each figure shows at most 1 drawing." in short
     assert len(short) < len(without_data)
     few = list(made_up.dispatch())[:6]
     many = [msgspec.structs.replace(r, params={**r.params, "mesh": f"{k}"}) for k in range(26) for r in few]
     assert (
         "The figure shows the first 24 of 26 groups; the table has them all."
-        in section("dispatch", many).cuts
+        in section("dispatch", many).notes
     )
 
 

@@ -218,7 +218,7 @@ def test_headers_describe_only_the_samples_that_there_are(
     assert "collectives: one time per case" in shown
     assert dtbench("report", "a.jsonl", "-o", "a.html")[0] == 0
     page = (tmp_path / "a.html").read_text()
-    assert "There is one time of each" in page
+    assert "There is one time per size" in page
     assert "p25" not in shown and "quartile" not in shown
     assert "A sample is the longest" not in page and "<th>lower quartile" not in page
     print_runs([run(result("s", "a", "core", 1.0, time_s=summarize([1.0, 2.0])))])

@@ -1,15 +1,15 @@
-"""The report: one HTML page of runs and what was found out about them, with figures, tables and data inside.
+"""The report: one self-contained HTML page with figures, tables and data of runs, profiles and comparisons.
 
-Read `page` first: it is the table of contents. `sources` says what a report is made of, `parts` holds a file for
-each part, `section` what these have in common; `figures` draws.
+`page` assembles the page; begin there. `sources` reads the input, `parts` has a file per part of the page, `section`
+has what the parts share, and `figures` draws.
 """
 
 import contextlib
 import logging
 import os
 
-# A report takes nothing from a user's configuration of matplotlib, which writes of its folder and of fonts while it
-# loads, and ends with an error where MPLBACKEND names none of its backends.
+# A report must not depend on a user's configuration of matplotlib. While it is imported, matplotlib logs about its
+# folder and fonts, and it raises an error if MPLBACKEND is not one of its backends.
 _logger, _backend = logging.getLogger("matplotlib"), os.environ.pop("MPLBACKEND", None)
 _level = _logger.level
 _logger.setLevel(logging.ERROR)
@@ -17,7 +17,7 @@ try:
     import matplotlib.font_manager
 finally:
     _logger.setLevel(_level)
-    if _backend is not None:  # for who draws beside reports
+    if _backend is not None:  # restored for users who also draw their own figures
         os.environ["MPLBACKEND"] = _backend
         with contextlib.suppress(ValueError, NameError):
             matplotlib.rcParams["backend"] = _backend

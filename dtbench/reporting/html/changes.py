@@ -1,4 +1,4 @@
-"""Base and new, case by case, whoever compared them: the gate's result or two sides of runs."""
+"""The comparison of base and head that the page shows: a result of the gate, or a comparison of runs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,30 @@ from dtbench.records.gate import Gate
 from dtbench.stats import MAX_P, MIN_CHANGE, MIN_CHANGE_S
 from dtbench.text.units import format_seconds
 
-ROW = "case-"  # before the number of a row, in the anchor that leads to it
+ROW = "case-"  # prefix of a row's anchor, followed by its number
 
 
 @dataclass(frozen=True)
 class Changes:
-    """All of them, the gravest first. outcome: the verdict on the whole, one of OUTCOMES; thresholds: what the
-    words mean here; bounds: what low and high are; notes: what to know of them, rises: what else the gate says, which
-    are counts that rose; sides: what base and new are; ends: their names, base and new."""
+    """Compared cases with explanations.
+
+    Attributes:
+        changes: the cases, the gravest verdict first.
+        outcome: overall verdict, a key of `OUTCOMES`.
+        thresholds: explanation of each verdict.
+        bounds: explanation of the ratio and its bounds.
+        notes: caveats.
+        gate_notes: notes of the gate, e.g. counters that rose.
+        sides: (side, description) of base and head.
+        ends: names of base and head.
+    """
 
     changes: tuple[ComparedCase, ...]
     outcome: str
     thresholds: tuple[str, ...]
     bounds: str
     notes: tuple[str, ...] = ()
-    rises: tuple[str, ...] = ()
+    gate_notes: tuple[str, ...] = ()
     sides: tuple[tuple[str, str], ...] = ()
     ends: tuple[str, ...] = ()
 
@@ -49,10 +58,10 @@ class Changes:
 
     @property
     def tallies(self) -> list[tuple[Verdict, int, str]]:
-        """Verdict, how many cases have it, and the anchor of the first."""
+        """(verdict, number of cases, anchor of the first one) for each verdict."""
         verdicts = [change.verdict for change in self.changes]
-        there = [verdict for verdict in Verdict if verdict in verdicts]
-        return [(word, verdicts.count(word), f"{ROW}{verdicts.index(word)}") for word in there]
+        present = [verdict for verdict in Verdict if verdict in verdicts]
+        return [(word, verdicts.count(word), f"{ROW}{verdicts.index(word)}") for word in present]
 
 
 # Outcome -> (shape, headline).
@@ -60,7 +69,7 @@ OUTCOMES: Mapping[str, tuple[str, str]] = {
     "slower": ("▲", "Slower"),
     "failed": ("✕", "Failed"),
     "missing": ("∅", "Incomplete"),
-    "untrusted": ("?", "Not to be trusted"),
+    "untrusted": ("?", "Untrusted"),
     "inconclusive": ("?", "Inconclusive"),
     "single": ("?", SINGLE_LAUNCH[0].upper() + SINGLE_LAUNCH[1:]),
     "machines": ("?", "Cannot tell: the machines differ"),
@@ -73,8 +82,8 @@ def _sorted(changes: Sequence[ComparedCase]) -> tuple[ComparedCase, ...]:
     return tuple(sorted(changes, key=lambda c: (c.verdict.gravity, -abs(c.severity))))
 
 
-def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
-    """What `dtbench compare` finds."""
+def changes_of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
+    """Returns the changes of a comparison of runs."""
     changes = _sorted(comparison.rows)
     is_single = comparison.has_single_launches and not comparison.has_changes
     undecided = "machines" if comparison.machines_differ else "single" if is_single else "inconclusive"
@@ -87,53 +96,53 @@ def of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes
     outcome = outcomes[comparison.exit_code]
     thresholds = (
         (
-            f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test at p < {MAX_P:g}, "
-            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; of "
-            f"fewer launches a change {BEYOND_LAUNCH_SPREAD}"
+            f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test with p < {MAX_P:g}, "
+            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; with "
+            f"fewer launches, a change {BEYOND_LAUNCH_SPREAD}"
         ),
         f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
-        "inconclusive: neither of these, or the machines of the two sides differ",
+        "inconclusive: none of these, or the machines of the two sides differ",
     )
     bounds = (
-        "The ratio is Hodges-Lehmann’s, the median over all pairs of launches, not that of the medians beside it; the "
-        "interval covers at most what so few launches allow."
+        "The ratio is the Hodges-Lehmann estimate, the median over all pairs of launches, so it may differ from the "
+        "ratio of the medians."
     )
     return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
 
 
-def of_gate(gate: Gate) -> Changes:
-    """What `dtbench gate` wrote as JSON."""
+def changes_of_gate(gate: Gate) -> Changes:
+    """Returns the changes in a result of `dtbench gate`."""
     tolerances = sorted({b.tolerance for b in gate.benchmarks})
-    ends = dict.fromkeys(tolerances[:1] + tolerances[-1:])
-    tolerance = " to ".join(f"{x:.0%}" for x in ends) or "5 %"
+    extremes = dict.fromkeys(tolerances[:1] + tolerances[-1:])
+    tolerance = " to ".join(f"{share:.0%}" for share in extremes) or "5 %"
     thresholds = (
         (
-            f"slower, faster: an exact signed-rank test over pairs of launches at p < {MAX_P:g} (less where many "
-            f"benchmarks are judged at once), and a change of at least {MIN_CHANGE:.0%}, "
-            f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or more of what is counted"
+            f"slower, faster: an exact signed-rank test over pairs of launches with p < {MAX_P:g} (less if there are "
+            f"many benchmarks), and a change of at least {MIN_CHANGE:.0%}, "
+            f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or a counter that rose"
         ),
-        f"same: the upper bound of the change lies below the benchmark's tolerance, {tolerance} here",
-        "inconclusive: neither, within the pairs that were measured",
+        f"same: the upper bound of the change lies below the benchmark's tolerance ({tolerance})",
+        "inconclusive: the measured pairs show none of these",
     )
-    arms = {side: of for side, of in (("base", gate.base), ("head", gate.head)) if of is not None}
+    arms = {side: arm for side, arm in (("base", gate.base), ("head", gate.head)) if arm is not None}
     sides = tuple(
-        (side, ", ".join(f"{k} {v}" for k, v in asdict(of).items() if v)) for side, of in arms.items()
+        (side, ", ".join(f"{k} {v}" for k, v in asdict(arm).items() if v)) for side, arm in arms.items()
     )
-    notes = (*(f"Not to be trusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
+    notes = (*(f"Untrusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     undecided = "untrusted" if gate.trust.reasons else "inconclusive"
     outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
     bounds = (
-        "Hodges-Lehmann over pairs of launches; low and high are one-sided bounds at 95 %. The time of head is base’s "
-        "median times this ratio."
+        "The ratio is the Hodges-Lehmann estimate over pairs of launches, with one-sided bounds at 95 %. The time of "
+        "head is the median of base times this ratio."
     )
     changes = _sorted(gate.benchmarks)
-    names = tuple((of.arm or of.commit or "").removeprefix("rev:") for of in arms.values())
+    names = tuple((arm.arm or arm.commit or "").removeprefix("rev:") for arm in arms.values())
     named = names if all(names) else ()
     return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
 
 
 def observations_of(case: ComparedCase) -> str:
-    """`10 pairs`, `5 + 5 launches, interval of 99%`."""
+    """Describes the number of observations, e.g. "10 pairs" or "5 + 5 launches, interval of 99%"."""
     if case.effect is not None and case.effect.pairs:
         return f"{case.effect.pairs} pairs"
     if case.stage or not (case.base_launches or case.head_launches):
@@ -143,7 +152,7 @@ def observations_of(case: ComparedCase) -> str:
     return f"{case.base_launches} + {case.head_launches} launches{interval}"
 
 
-def why(case: ComparedCase) -> str:
-    """What rose, and the reason."""
-    rises = [f"{name} {of.base:g} → {of.head:g}" for name, of in case.counters.items()]
+def reason_text(case: ComparedCase) -> str:
+    """Describes the counters that rose, and the reason of the verdict."""
+    rises = [f"{name} {counter.base:g} → {counter.head:g}" for name, counter in case.counters.items()]
     return "; ".join([*rises, *([case.reason] if case.reason else [])])

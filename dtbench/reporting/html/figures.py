@@ -1,7 +1,7 @@
-"""The kit of figures: curves, dots and bars; each a set of small panels in one style.
+"""Figures of the page: curves, dots and bars, each a set of small panels in one style.
 
-A part names the panels and what is in them; here axes are made common, drawings numbered and legends drawn.
-Series differ by colour, marker and dash, so that colour is never alone in telling them apart.
+A part specifies the panels and their content. This module computes common axes, assigns ids and draws the legends.
+Series differ in colour, marker and dash, so that they can be distinguished without colour.
 """
 
 from __future__ import annotations
@@ -22,27 +22,38 @@ from dtbench.fields import MIN_POSITIVE
 from dtbench.reporting.html.axes import Axis, size_axis, value_axis
 from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
 
-# A figure of more panels or rows is not read; the tables hold all.
+# Limits for a readable figure; the tables have all cases.
 MAX_PANELS, MAX_DOT_ROWS = 24, 18
-MOST_MARKS = 200  # of a line, or twice as many: more run together, and take most of the time of a page
-MAX_SHOWN = 6  # two rows of small panels
-# Of a panel, by how many stand side by side: the page's width, halves and thirds. A phone's width holds a half or a
-# third without making its text small.
+# Approximate limit for the marks of a line (up to twice as many are drawn). More would overlap, and take most of the
+# time of a page.
+MOST_MARKS = 200
+# Panels that are not folded, two rows of small ones.
+MAX_SHOWN = 6
+# Number of panels in a row -> width of a panel: the page's width, halves and thirds. A half or a third fits a phone
+# without small text.
 WIDTHS_PX = {1: 980.0, 2: 440.0, 3: 340.0}
 ROW_PX, BAR_PX = 17.0, 34.0
-CURVES_ASPECT, CURVES_MAX_PX = 0.565, 280.0  # height over width, as far as that height
-CHARACTERS_PER_PX = 0.06  # of a label: about half of a panel's width
-SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay legible on them
-# The page's colours for the parts of bars, in turn, then paler once more; a part also bears its name.
+CURVES_ASPECT, CURVES_MAX_PX = 0.565, 280.0  # height / width, and the largest height
+CHARACTERS_PER_PX = 0.06  # limits labels to about half of a panel's width
+SHADE_OPACITY, BAND_OPACITY, ROW_OPACITY = 0.09, 0.18, 0.16  # lines and marks stay visible on them
+# Colours of the parts of bars, used in turn and then once more in a paler shade. Parts also have their names on them.
 _BAR_COLOURS = ("s0", "s1", "s3", "s4", "s5", "s2")
 _BAR_OPACITIES = (0.42, 0.2)
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a series looks. colour: a name of the page's. marker: matplotlib's letter, "" for a line alone. dash: on,
-    off, ... in px, () a solid line, None no line; px: how thick. words: of the legend, where the series' name does not
-    do. box: the opacity of the parts of bars."""
+    """The look of a series.
+
+    Attributes:
+        colour: name of a CSS colour variable of the page.
+        marker: matplotlib's marker; "" for a line without marks.
+        dash: lengths of dashes and gaps in px; () for a solid line, None for no line.
+        hollow: whether marks are not filled.
+        words: text of the legend, if it is not the name of the series.
+        box: opacity of a part of a bar; 0 for other series.
+        px: width of the line.
+    """
 
     colour: str
     marker: str = "o"
@@ -67,9 +78,9 @@ class Style:
         }
 
 
-# Where colour and mark say one thing: how lines differ in another, in turn.
+# Dashes that distinguish series of the same colour and mark, in turn.
 DASHES = ((), (5, 2), (1.5, 1.5), (5, 1.5, 1, 1.5))
-# Told apart by colour, marker and dash; for names that have no style of their own, in turn.
+# Styles for series without a style of their own, in turn. They differ in colour, marker and dash.
 LOOKS = (
     Style("s0", "o"),
     Style("s1", "s", (5, 2)),
@@ -82,9 +93,17 @@ LOOKS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing, made only where the page has room for it. desc: what a screen reader says. prefix: of its ids. px:
-    its height; aspect: that over its width, as far as px. scrolls: whether a phone shows a part of it at a time; else
-    one that is as wide as the page is drawn once more for a phone."""
+    """One drawing. It is only drawn if the page has room for it.
+
+    Attributes:
+        title: title above the drawing.
+        desc: description for screen readers.
+        prefix: prefix of its ids.
+        px: largest height.
+        paint: draws it.
+        scrolls: whether a phone scrolls it. Otherwise, a drawing as wide as the page is drawn again for phones.
+        aspect: height / width.
+    """
 
     title: str
     desc: str
@@ -95,12 +114,12 @@ class Panel:
     aspect: float = math.inf
 
     def drawings(self, abreast: int) -> list[tuple[str, Markup]]:
-        """(class, SVG) of so many panels side by side."""
-        alone = {"wide": 1} if self.scrolls else {"alone": 1, "phone": 2}
-        kinds = alone if abreast == 1 else {"drawing": abreast}
+        """Returns (CSS class, SVG) of the panel in a row of `abreast` panels."""
+        kinds_alone = {"wide": 1} if self.scrolls else {"alone": 1, "phone": 2}
+        kinds = kinds_alone if abreast == 1 else {"drawing": abreast}
         return [(kind, self._draw(WIDTHS_PX[n], "n" * (kind == "phone"))) for kind, n in kinds.items()]
 
-    @lru_cache(256)  # noqa: B019 - a page that does not fit is written again, with the same drawings
+    @lru_cache(256)  # noqa: B019 - a page that is too large is written again with the same drawings
     def _draw(self, width: float, suffix: str) -> Markup:
         return draw(
             width,
@@ -114,8 +133,16 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """legend: words and swatch of each series. columns: as many panels stand side by side at most. shown: so many are
-    seen at once, the others behind a fold. folded: its few words, where all of it is."""
+    """A figure of several panels.
+
+    Attributes:
+        caption: caption below the panels.
+        legend: text and swatch of each series.
+        panels: the panels.
+        columns: largest number of panels in a row.
+        shown: number of panels that are not folded.
+        folded: summary, if the whole figure is folded.
+    """
 
     caption: str
     legend: Sequence[tuple[str, Markup]]
@@ -125,7 +152,7 @@ class Figure:
     folded: str = ""
 
     def abreast(self, panels: Sequence[Panel]) -> list[tuple[Panel, int]]:
-        """Each of these with how many stand in its row: the rows are as equal as can be, and fill the width."""
+        """Returns (panel, number of panels in its row). All rows are filled as evenly as possible."""
         rows = math.ceil(len(panels) / self.columns)
         in_row = [len(panels) // rows + (row < len(panels) % rows) for row in range(rows)]
         return list(zip(panels, [count for count in in_row for _ in range(count)], strict=True))
@@ -133,7 +160,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class DrawnCurve:
-    """label: the name of its style. band: the low and the high y at each x, shaded."""
+    """A curve.
+
+    Attributes:
+        label: name of its style.
+        x: values on the x axis.
+        y: values on the y axis.
+        band: (low, high) y at each x, which is shaded.
+    """
 
     label: str
     x: Sequence[float]
@@ -143,7 +177,15 @@ class DrawnCurve:
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """A panel of curves. shade: a range of x that is marked; level: a y that is. y: an axis of its own."""
+    """A panel of curves.
+
+    Attributes:
+        title: title of the panel.
+        series: the curves.
+        shade: range of x to shade.
+        level: y of a horizontal line.
+        y: y axis, if it is not the common one.
+    """
 
     title: str
     series: Sequence[DrawnCurve]
@@ -158,9 +200,9 @@ class CurvePanel:
 
 
 def lines(points: Mapping[str, Iterable[tuple[float, float | None]]]) -> list[DrawnCurve]:
-    """By label the curves of the points that have a value; none where no point has."""
-    there = {label: [(x, y) for x, y in of if y is not None] for label, of in points.items()}
-    return [DrawnCurve(label, *zip(*of, strict=True)) for label, of in there.items() if of]
+    """Returns a curve per label, without the points that have no value."""
+    present = {label: [(x, y) for x, y in pairs if y is not None] for label, pairs in points.items()}
+    return [DrawnCurve(label, *zip(*pairs, strict=True)) for label, pairs in present.items() if pairs]
 
 
 def curves(
@@ -171,23 +213,30 @@ def curves(
     *,
     y: Callable[[Sequence[float]], Axis],
     x: Axis | None = None,
-    over: str = "size of the tensor",
+    x_title: str = "size of the tensor",
     shown: int = MAX_SHOWN,
     folded: str = "",
     max_px: float = CURVES_MAX_PX,
 ) -> Figure | None:
-    """Curves over size (`over` says of what), or over `x`, with common axes; None where there is nothing to draw.
+    """Draws curves with common axes, by default over size. Returns None if there is nothing to draw.
 
-    name: of the drawings' ids. y: from all values. shown, folded: as of `Figure`.
+    Args:
+        name: prefix of ids.
+        y: returns the y axis for all values.
+        x: the x axis; None for an axis of sizes.
+        x_title: title of the axis of sizes.
+        shown: see `Figure`.
+        folded: see `Figure`.
+        max_px: largest height of a panel.
     """
     panels = [panel for panel in panels if panel.series]
-    series = [one for panel in panels for one in panel.series]
+    series = [curve for panel in panels for curve in panel.series]
     if not series:
         return None
-    if x is None:  # sizes; lines without marks are no measurement and name none
-        measured = [one for one in series if styles[one.label].marker] or series
-        x = size_axis([round(v) for one in measured for v in one.x], over)
-    common = y([v for one in series for v in (*one.y, *(one.band[1] if one.band else ()))])
+    if x is None:  # an axis of measured sizes: lines without marks are not measurements
+        measured = [curve for curve in series if styles[curve.label].marker] or series
+        x = size_axis([round(v) for curve in measured for v in curve.x], x_title)
+    common = y([v for curve in series for v in (*curve.y, *(curve.band[1] if curve.band else ()))])
     drawn = [
         Panel(
             panel.title,
@@ -202,30 +251,41 @@ def curves(
     return Figure(caption, _legend(name, styles, {s.label for s in series}, True), drawn, 3, shown, folded)
 
 
-def _paint_curves(of: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> None:
+def _paint_curves(panel: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Axis, canvas: Canvas) -> None:
     axes = _axes_in(canvas, left=14 + y.width_px(), right=20, top=26, bottom=42)
-    if of.shade is not None:
-        axes.axvspan(*of.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
-    if of.level is not None:
-        axes.axhline(of.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-    for one in of.series:
-        style = styles[one.label]
-        if one.band is not None:
-            axes.fill_between(one.x, *one.band, color=STAND_IN[style.colour], alpha=BAND_OPACITY, linewidth=0)
-        if len(one.x) == 1 and not style.marker:  # a limit beside one measurement: a point would not be seen
-            axes.axhline(one.y[0], **style.look)
+    if panel.shade is not None:
+        axes.axvspan(*panel.shade, color=STAND_IN["muted"], alpha=SHADE_OPACITY, linewidth=0, zorder=0)
+    if panel.level is not None:
+        axes.axhline(panel.level, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
+    for curve in panel.series:
+        style = styles[curve.label]
+        if curve.band is not None:
+            axes.fill_between(
+                curve.x, *curve.band, color=STAND_IN[style.colour], alpha=BAND_OPACITY, linewidth=0
+            )
+        if (
+            len(curve.x) == 1 and not style.marker
+        ):  # a limit with a single measurement: a single point would be invisible
+            axes.axhline(curve.y[0], **style.look)
         else:
-            step = len(one.x) // MOST_MARKS or None  # of None each point has its mark
-            # Marks at the edge are whole; a line without marks may reach beyond what was measured.
-            axes.plot(one.x, one.y, clip_on=not style.marker, markevery=step, **style.look)
+            step = len(curve.x) // MOST_MARKS or None  # None marks every point
+            # Marks at the edge are drawn in full. A line without marks may extend beyond the axes and is clipped.
+            axes.plot(curve.x, curve.y, clip_on=not style.marker, markevery=step, **style.look)
     x.apply(axes, "x")
     y.apply(axes, "y")
 
 
 @dataclass(frozen=True)
 class DotRow:
-    """A line of a plot of dots. values: series -> value, where it was measured. note: at its right end. spans:
-    series -> from where to where (None: open), a thin line through the mark. shade: a range that is marked."""
+    """A row of a dot plot.
+
+    Attributes:
+        label: text at the left.
+        values: series -> value.
+        note: text at the right.
+        spans: series -> ends of a thin line through the mark; None for an open end.
+        shade: range to shade.
+    """
 
     label: str
     values: Mapping[str, float]
@@ -245,19 +305,25 @@ def dots(
     shown: int = MAX_SHOWN,
     folded: str = "",
 ) -> Figure | None:
-    """A line per row, a mark per series; the core and torch are joined to show their distance.
+    """Draws rows with a mark per series. A line joins the core and torch to show their distance.
 
-    axis: from the values of a panel. intervals: spans with ends, and a line at 1. shown, folded: as of `Figure`; but
-    one row alone is folded in any case, and two panels stand side by side where that leaves half of each to its marks,
-    else one is shown.
+    A figure with a single row is always folded. Two panels share a row if that leaves half of each for the marks.
+    Otherwise only the first panel is not folded.
+
+    Args:
+        name: prefix of ids.
+        axis: returns the axis for the values of a panel.
+        intervals: draw the ends of spans, and a line at 1.
+        shown: see `Figure`.
+        folded: see `Figure`.
     """
-    panels = {title: there for title, rows in panels.items() if (there := [r for r in rows if r.values])}
+    panels = {title: valued for title, rows in panels.items() if (valued := [r for r in rows if r.values])}
     if not panels:
         return None
     drawn = []
     for index, (title, rows) in enumerate(panels.items()):
-        ends = [v for row in rows for span in row.spans.values() for v in span if v and v >= MIN_POSITIVE]
-        x = axis([*(v for row in rows for v in row.values.values()), *ends])
+        bounds = [v for row in rows for span in row.spans.values() for v in span if v and v >= MIN_POSITIVE]
+        x = axis([*(v for row in rows for v in row.values.values()), *bounds])
         drawn.append(
             Panel(
                 title,
@@ -271,7 +337,10 @@ def dots(
     all_rows = [(title, row) for title, rows in panels.items() for row in rows]
     if len(all_rows) == 1 and not intervals:
         folded = folded or f"{all_rows[0][0]}: {all_rows[0][1].label}"
-    words_px = (max(text_px(plain(getattr(row, of))) for _, row in all_rows) for of in ("label", "note"))
+    words_px = (
+        max(text_px(plain(getattr(row, field_name))) for _, row in all_rows)
+        for field_name in ("label", "note")
+    )
     columns = 1 if intervals or sum(words_px) > WIDTHS_PX[2] / 2 else 2
     shown = shown if columns > 1 else 1
     return Figure(caption, _legend(name, styles, present, False), drawn, columns, shown, folded)
@@ -298,25 +367,32 @@ def _paint_dots(
 
 
 def _paint_series(axes: Axes, rows: Sequence[DotRow], name: str, style: Style, x: Axis, caps: bool) -> None:
-    """One series of all rows. caps: spans have ends; one that is open has an arrowhead."""
+    """Draws one series in all rows. Open spans get an arrowhead; with `caps`, other ends are marked, too."""
     places = [(place, row) for place, row in enumerate(rows) if name in row.values]
     for place, row in places:
         low, high = row.spans.get(name, (row.values[name], row.values[name]))
         colour, span = STAND_IN[style.colour], (low or x.low, high or x.high)
         axes.plot(span, [place] * 2, color=colour, linewidth=1.2, zorder=2)
-        for end, there, arrow in ((span[0], low, "<"), (span[1], high, ">")):
-            if there is None or (caps and name in row.spans):
-                axes.plot([end], [place], arrow if there is None else "|", color=colour, markersize=6)
+        for end, bound, arrow in ((span[0], low, "<"), (span[1], high, ">")):
+            if bound is None or (caps and name in row.spans):
+                axes.plot([end], [place], arrow if bound is None else "|", color=colour, markersize=6)
     if places:
         look = style.look | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
-        if style.hollow:  # open marks are see-through, or the one drawn last would hide its equal
+        if style.hollow:  # transparent, so that a mark does not hide an equal one below it
             look["markerfacecolor"] = "none"
         axes.plot([row.values[name] for _, row in places], [p for p, _ in places], zorder=2.5, **look)
 
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Boxes end to end. parts: (name, length). note: at its right end. mark: drawn across, a floor."""
+    """A bar of adjacent boxes.
+
+    Attributes:
+        label: text at the left.
+        parts: (name, length in seconds).
+        note: text at the right.
+        mark: position of a vertical stroke, e.g. a floor.
+    """
 
     label: str
     parts: Sequence[tuple[str, float]]
@@ -327,9 +403,11 @@ class StackedBar:
 def bars(
     name: str, panels: Mapping[str, Sequence[StackedBar]], order: Sequence[str], caption: str, folded: str
 ) -> Figure | None:
-    """Bars of seconds, each panel with an axis of its own. Every box that has room for it bears its name.
+    """Draws bars of seconds. Each panel has its own axis; each box shows its name if there is room.
 
-    order: of the names of parts, which have a shade each.
+    Args:
+        name: prefix of ids.
+        order: names of all parts, in the order of their colours.
     """
     styles = box_styles(order)
     drawn: list[Panel] = []
@@ -354,14 +432,14 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
     axes = _rows_in(canvas, [bar.label for bar in rows], [bar.note for bar in rows], "ink", 30)
     across = axes.get_position().width * WIDTHS_PX[1] / (x.high - x.low)
     for place, bar in enumerate(rows):
-        at = 0.0
+        start = 0.0
         for part, length in bar.parts:
             if length <= 0:
                 continue
-            width, style = max(length, 1 / across), styles[part]  # at least a pixel: what was there is seen
+            width, style = max(length, 1 / across), styles[part]  # at least one pixel, so that it is visible
             axes.add_patch(
                 Rectangle(
-                    (at, place - 0.36),
+                    (start, place - 0.36),
                     width,
                     0.72,
                     edgecolor=STAND_IN["surface"],
@@ -371,17 +449,19 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
                 )
             )
             if length * across > text_px(plain(part)) + 4:
-                axes.text(at + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1)
-            at += length
+                axes.text(
+                    start + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1
+                )
+            start += length
         if bar.mark is not None:
-            for ends in ((-0.46, -0.26), (0.26, 0.46)):  # beside the names of the parts
+            for ends in ((-0.46, -0.26), (0.26, 0.46)):  # above and below the names of the parts
                 axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
     x.apply(axes, "x")
     axes.grid(visible=False, axis="y")
 
 
 def box_styles(order: Sequence[str]) -> dict[str, Style]:
-    """A shade for each of these parts."""
+    """Returns a style for each part."""
     count = len(_BAR_COLOURS)
     return {
         name: Style(_BAR_COLOURS[i % count], "", box=_BAR_OPACITIES[min(i // count, 1)])
@@ -390,19 +470,18 @@ def box_styles(order: Sequence[str]) -> dict[str, Style]:
 
 
 def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes with margins in pixels."""
+    """Adds axes with margins in pixels."""
     width, height = 72 * canvas.get_size_inches()
-    inside = 1 - (left + right) / width, 1 - (top + bottom) / height
-    axes = canvas.add_axes((left / width, bottom / height, *inside))
+    size = 1 - (left + right) / width, 1 - (top + bottom) / height
+    axes = canvas.add_axes((left / width, bottom / height, *size))
     axes.tick_params(length=3, pad=4)
     return axes
 
 
 def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: str, bottom: float) -> Axes:
-    """Axes of rows with labels at the left, cut to about half of the width, and notes at the right, in margins that
-    hold them."""
-    most = round(CHARACTERS_PER_PX * 72 * canvas.get_size_inches()[0])
-    labels, notes = [_cut(plain(label), most) for label in labels], list(map(plain, notes))
+    """Adds axes with labels at the left and notes at the right of each row. Long labels are cut."""
+    max_characters = round(CHARACTERS_PER_PX * 72 * canvas.get_size_inches()[0])
+    labels, notes = [_cut(plain(label), max_characters) for label in labels], list(map(plain, notes))
     left, right = max(map(text_px, labels)) + 10, max(*map(text_px, notes), 12) + 12
     axes = _axes_in(canvas, left=left, right=right, top=6, bottom=bottom)
     for row, text in enumerate(notes):
@@ -422,15 +501,14 @@ def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: s
     return axes
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _cut(text: str, max_characters: int) -> str:
+    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def _legend(
     name: str, styles: Mapping[str, Style], present: Collection[str], lines: bool
 ) -> list[tuple[str, Markup]]:
-    """Words and a swatch of 30 x 12 pixels per series that is there, drawn by the same code as the figure; nothing
-    for a screen reader, which has the words."""
+    """Returns text and a swatch of 30 x 12 pixels for each series in `present`. Screen readers skip the swatch."""
 
     def paint(style: Style, canvas: Canvas) -> None:
         axes = canvas.add_axes((0, 0, 1, 1))

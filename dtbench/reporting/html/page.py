@@ -1,4 +1,4 @@
-"""The page: its parts put together, and what is cut to keep it small."""
+"""Assembles the page from its parts, and cuts it to a maximum size."""
 
 from __future__ import annotations
 
@@ -30,25 +30,31 @@ from dtbench.text.units import plural
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
-# Of a result as CSV: suite, case, impl, status, clock and eight times of six digits are more.
+# Lower bound on the size of a result as CSV: suite, case, impl, status, clock and eight times of six digits need more.
 LEAST_RESULT_BYTES = 80
-# RFC 3986, 2.2: reserved characters that stand for themselves in the path of an address.
-_PLAIN_IN_ADDRESS = "/:@!$*+,;=()"
-FEW_FACTS = 4  # of the provenance that are not folded
+# Reserved characters that need no escaping in the path of a URL (RFC 3986, 2.2).
+_UNESCAPED = "/:@!$*+,;=()"
+FEW_FACTS = 4  # facts of the provenance that are not folded
 TEMPLATES = Path(__file__).parent
 SCRIPT = (TEMPLATES / "page.js").read_text("utf-8")
 
 
 @dataclass(frozen=True)
 class Economy:
-    """How much the page may hold: the raw data, rows of each table, drawings of each figure."""
+    """Limits on the content of the page.
+
+    Attributes:
+        data: whether it includes the raw data.
+        rows: rows per table.
+        panels: panels per figure.
+    """
 
     data: bool
     rows: int
     panels: int
 
 
-# What is given up, in this order, until the page is within its budget.
+# Limits that are tried in this order until the page is within `BUDGET_BYTES`.
 ECONOMIES = (
     Economy(True, MAX_ROWS, 24),
     Economy(False, MAX_ROWS, 24),
@@ -59,17 +65,21 @@ ECONOMIES = (
 
 
 def write_report(sources: Sources, path: str | Path) -> None:
-    """Writes the report of these sources.
+    """Writes the report of these sources to a file.
 
     Raises:
-        UsageError: nothing to report, or runs of different machines, meshes or backends.
-        OutputError: the place cannot be written, or holds a file that is no report.
+        UsageError: there is nothing to report, or the runs have different machines, meshes or backends.
+        OutputError: the file cannot be written, or exists and is not a report.
     """
     write_atomically(Path(path), render(sources), is_report, "report of dtbench")
 
 
 def render(sources: Sources) -> str:
-    """The page as text, of which `write_report` says the errors; the same sources give the same bytes."""
+    """Returns the HTML of the report. It is reproducible: equal sources give equal bytes.
+
+    Raises:
+        UsageError: see `write_report`.
+    """
     if sources.is_empty:
         raise UsageError(f"nothing to report: name at least one file, {KINDS}")
     if sources.runs:
@@ -78,17 +88,17 @@ def render(sources: Sources) -> str:
         return _render(Material(sources))
 
 
-def _render(of: Material) -> str:
-    sources = of.sources
-    sections = [section for part in PARTS if (section := part.section(of)) is not None]
+def _render(material: Material) -> str:
+    sources = material.sources
+    sections = [section for part in PARTS if (section := part.section(material)) is not None]
     context = {
-        "summary": front.summary(of),
-        "warnings": front.warnings(of),
+        "summary": front.summary(material),
+        "warnings": front.warnings(material),
         "provenance": provenance(sources),
         "failures": front.failures(sources.runs),
         "generator": GENERATOR,
     }
-    # What cannot fit is not made to be thrown away: of a hundred thousand results that takes longer than all else.
+    # Data that cannot fit is not even formatted: for a hundred thousand results that takes longer than all the rest.
     results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
     fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
     raw = csv_link(sources.runs) if sources.runs and fits else None
@@ -104,8 +114,8 @@ def _render(of: Material) -> str:
             "page.html.j2",
             **context,
             csv=raw if economy.data else None,
-            changes=of.changes,
-            title=front.title(of, fitted),
+            changes=material.changes,
+            title=front.title(material, fitted),
             sections=[section for section in fitted if not section.missing],
             missing=[section for section in fitted if section.missing],
             cuts=cuts,
@@ -114,27 +124,27 @@ def _render(of: Material) -> str:
             few_facts=FEW_FACTS,
             most_reasons=min(economy.rows, 200),
         )
-        page = _reaching(page, fitted)
+        page = _redirect_links(page, fitted)
         if len(page.encode()) <= BUDGET_BYTES:
             break
     return page
 
 
-def _reaching(page: str, sections: Sequence[ReportSection]) -> str:
-    """Links to rows that were cut lead to their table's section."""
-    there = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
+def _redirect_links(page: str, sections: Sequence[ReportSection]) -> str:
+    """Redirects links to rows that were cut to the section of their table."""
+    present = {id_ for section in sections for table in section.tables for id_, *_ in table.rows}
     return re.sub(
-        rf'href="#({ROW}\d+)"', lambda link: link[0] if link[1] in there else 'href="#changes"', page
+        rf'href="#({ROW}\d+)"', lambda link: link[0] if link[1] in present else 'href="#changes"', page
     )
 
 
 def is_report(head: str) -> bool:
-    """Whether a file that begins so is a report."""
+    """Whether a file that begins with `head` is a report."""
     return f'<meta name="generator" content="{GENERATOR}">' in head
 
 
 def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[ReportSection], list[str]]:
-    """The sections with so many drawings and rows, and what was cut, in words."""
+    """Returns the sections within the limits, and notes on what was cut."""
     panels = [len(figure.panels) for section in sections for figure in section.figures]
     rows = [table.total_rows for section in sections for table in section.tables]
     fitted = [
@@ -147,7 +157,7 @@ def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[Repo
     ]
     cuts = []
     if max(panels, default=0) > economy.panels:
-        cuts.append(f"At most {plural(economy.panels, 'drawing')} of each figure can be shown.")
+        cuts.append(f"Each figure shows at most {plural(economy.panels, 'drawing')}.")
     if max(rows, default=0) > economy.rows:
         cuts.append(
             f"Tables are cut after {economy.rows} rows each; the longest has {max(rows)}. The run files have them all."
@@ -156,14 +166,13 @@ def _fit(sections: Sequence[ReportSection], economy: Economy) -> tuple[list[Repo
 
 
 def csv_link(runs: Sequence[Run]) -> str:
-    """A head, then a line per result with six digits of every figure, as an address that holds all of it: it works
-    without script and without a request."""
+    """Returns the results as CSV with six digits, as a data URL, which needs neither script nor request."""
     frame = results_frame(runs).drop(columns="case").dropna(axis="columns", how="all")
-    return f"data:text/csv;charset=utf-8,{quote(to_csv(frame, '%.6g'), safe=_PLAIN_IN_ADDRESS)}"
+    return f"data:text/csv;charset=utf-8,{quote(to_csv(frame, '%.6g'), safe=_UNESCAPED)}"
 
 
 def render_template(name: str, **context: object) -> str:
-    """A template of this folder, everything escaped but what was made here."""
+    """Renders a template of this folder. All text is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -177,5 +186,5 @@ def render_template(name: str, **context: object) -> str:
 
 
 def _visible(value: object) -> object:
-    """Control characters and marks that turn the reading direction become visible."""
+    """Makes control characters and marks that change the reading direction visible."""
     return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,4 +1,4 @@
-"""What a part of the report is: what it claims, and how it fills its section from all that there is."""
+"""Sections of the report page, and the parts that fill them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 from dtbench.comparison.compare_runs import compare_runs
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.cases import ReportCase, collect
-from dtbench.reporting.html.changes import Changes, of_comparison
+from dtbench.reporting.html.changes import Changes, changes_of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
 from dtbench.reporting.html.sources import Sources
 from dtbench.stats.drops import drops_of
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that a page is made of."""
+    """The input of all parts of a page."""
 
     sources: Sources
 
@@ -33,20 +33,20 @@ class Material:
 
     @cached_property
     def drops(self) -> Sequence[BandwidthDrop]:
-        """Where the collectives' bandwidth drops as sizes grow, the first dozen."""
+        """The first twelve bandwidth drops of collectives."""
         return drops_of(result for run in self.sources.runs for result in run.results)[:12]
 
     @cached_property
     def shared_cores(self) -> str:
-        """Why times of collectives are not those of the links: more ranks than cores on a host; else ""."""
+        """A description such as "4 ranks share 2 cores" if times of collectives are not those of the links, else ""."""
         return shared_cores(self.sources.runs[0].header) if self.sources.runs else ""
 
     @cached_property
     def changes(self) -> Changes | None:
-        """Base against new, by the gate, else by comparing the runs with a baseline."""
+        """The comparison of base and head: the gate's, else that of the runs with the baseline."""
         if self.sources.gate is None and self.sources.baseline and self.sources.runs:
-            ends = tuple(of[0].path.stem for of in (self.sources.baseline, self.sources.runs))
-            return of_comparison(compare_runs(self.sources.baseline, self.sources.runs), ends)
+            ends = tuple(runs[0].path.stem for runs in (self.sources.baseline, self.sources.runs))
+            return changes_of_comparison(compare_runs(self.sources.baseline, self.sources.runs), ends)
         return self.sources.gate
 
     def cases(self, *suites: str) -> Sequence[ReportCase]:
@@ -55,9 +55,20 @@ class Material:
 
 @dataclass
 class ReportSection:
-    """outcome: the section in a few words, for the title. headlines: (figure, what it says), the most telling ones.
-    doubt: why its figures do not mean what they say. cuts: what the figures leave out, and warnings. missing: the
-    command that would fill it, where there is nothing to show."""
+    """A section of the page.
+
+    Attributes:
+        id: anchor of the section.
+        title: heading of the section.
+        lead: introduction.
+        outcome: the section in a few words, for the title of the page.
+        figures: figures of the section.
+        tables: tables of the section.
+        headlines: (number, description) for the top of the page.
+        doubt: reason for which the numbers may be misleading.
+        notes: what the figures leave out, and warnings.
+        missing: command that produces the data, if there is nothing to show.
+    """
 
     id: str
     title: str
@@ -67,45 +78,52 @@ class ReportSection:
     tables: list[Table] = field(default_factory=list)
     headlines: list[tuple[str, str]] = field(default_factory=list)
     doubt: str = ""
-    cuts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     missing: str = ""
 
     @property
-    def of_one_row(self) -> bool:
-        """Whether each of its tables has a single row: the section is then folded."""
+    def has_single_rows(self) -> bool:
+        """Whether all tables have a single row, in which case the section is folded."""
         return bool(self.tables) and all(table.total_rows == 1 and not table.filter for table in self.tables)
 
     def add(self, *shown: Figure | Table | None) -> None:
-        """Appends them; None and a table without rows are nothing to show."""
-        self.figures += [one for one in shown if isinstance(one, Figure)]
-        self.tables += [one for one in shown if isinstance(one, Table) and one.total_rows]
+        """Appends figures and tables; None and tables without rows are skipped."""
+        self.figures += [item for item in shown if isinstance(item, Figure)]
+        self.tables += [item for item in shown if isinstance(item, Table) and item.total_rows]
 
-    def capped(self, items: Sequence[_T], what: str, most: int = MAX_PANELS) -> Sequence[_T]:
-        """The first so many of them, for a figure; a cut is said."""
-        if len(items) > most:
-            self.cuts.append(
-                f"The figure shows the first {most} of {len(items)} {what}; the table has them all."
+    def capped(self, items: Sequence[_T], noun: str, limit: int = MAX_PANELS) -> Sequence[_T]:
+        """Returns the first `limit` items for a figure, and adds a note if there are more."""
+        if len(items) > limit:
+            self.notes.append(
+                f"The figure shows the first {limit} of {len(items)} {noun}; the table has them all."
             )
-        return items[:most]
+        return items[:limit]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the page. suites: those it claims, which are drawn nowhere else. fill: adds figures, tables and words.
-    missing: the command that makes what it shows, named where there is none of it; "": then it is left out. of_links:
-    whether its figures are those of links; where ranks share cores, no headline is taken from it."""
+    """A part of the page.
+
+    Attributes:
+        id: id of its section.
+        title: title of its section.
+        fill: adds figures, tables and texts to the section.
+        suites: suites that only this part shows.
+        missing: command to name if there is no data; "": the section is then left out.
+        measures_links: whether the times depend on links. If ranks share cores, such a part has no headline.
+    """
 
     id: str
     title: str
     fill: Callable[[ReportSection, Material], None]
     suites: tuple[str, ...] = ()
     missing: str = ""
-    of_links: bool = False
+    measures_links: bool = False
 
     def section(self, material: Material) -> ReportSection | None:
         section = ReportSection(self.id, self.title)
         self.fill(section, material)
-        if self.of_links and material.shared_cores:
+        if self.measures_links and material.shared_cores:
             section.outcome, section.headlines = "", []
             section.doubt = f"{material.shared_cores}: these times include waiting for a core."
         is_filled = section.figures or section.tables

@@ -1,4 +1,4 @@
-"""What a report is made of: files of several commands, told apart by what they hold."""
+"""The input of a report: files of several commands, identified by their content."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtbench.records.read import BadFieldError, into, opened, read_json, shown
 from dtbench.records.result import Run
 from dtbench.records.run import read_run
 from dtbench.records.topology import CalibratedTopology, read_topology
-from dtbench.reporting.html.changes import Changes, of_gate
+from dtbench.reporting.html.changes import Changes, changes_of_gate
 from dtbench.text.units import plural
 
 MAX_JSON_BYTES = 64 * 2**20
@@ -33,7 +33,7 @@ _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = "a run, a topology, a result of gate or profile, or a history"
 
 
-# What has the `kind` in a JSON file, and whose output it is.
+# `kind` in a JSON file -> (struct, description of the file).
 _JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
     "job": (Job, "job.json of `dtbench profile`"),
     "gate": (Gate, "result of `dtbench gate`"),
@@ -44,7 +44,7 @@ _JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
 
 @dataclass(frozen=True)
 class History:
-    """The revisions of one kind of machine, oldest first."""
+    """Times of the revisions on one kind of machine, oldest first."""
 
     machine: str
     points: tuple[HistoryLine, ...]
@@ -52,10 +52,21 @@ class History:
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything that a report may be made of; only some of it has to be there.
+    """The input of a report. All fields are optional.
 
-    systems: runs of collectives of several setups, each with its launches; the first one's are `runs`, too.
-    peaks: mesh dim -> bytes per second that no collective over it can pass, as the user knows.
+    Attributes:
+        runs: runs of one setup; head, if there is a baseline.
+        baseline: runs to compare with; base.
+        topology: calibrated topology.
+        gate: result of the gate.
+        calls: profiles of single calls.
+        ranks: profiles of cases on several ranks.
+        job: a profiled job.
+        analysis: analysis of the job.
+        histories: times of earlier revisions.
+        systems: runs of collectives on several systems; those of the first one are also in `runs`.
+        notes: notes for the reader.
+        peaks: mesh dim -> peak bandwidth in bytes per second, as given by the user.
     """
 
     runs: tuple[Run, ...] = ()
@@ -73,35 +84,38 @@ class Sources:
 
     @property
     def is_empty(self) -> bool:
-        aside = ("baseline", "notes", "peaks", "analysis")
-        return not any(getattr(self, one.name) for one in fields(self) if one.name not in aside)
+        supplements = ("baseline", "notes", "peaks", "analysis")
+        return not any(
+            getattr(self, source.name) for source in fields(self) if source.name not in supplements
+        )
 
 
 def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path | None = None) -> Sources:
-    """Reads files, each for what it is; a folder is a profile's, or one of runs, of which the last is shown and all
-    tell how each case moved.
+    """Reads the files and folders of a report.
+
+    A folder contains a profile or several runs. Of several runs, the last one is shown and all are the history.
 
     Raises:
-        UnreadableRunError: a file that is none of these, or is damaged.
-        UsageError: two of what there can be only one of.
+        UnreadableRunError: a file is of none of these kinds, or is damaged.
+        UsageError: there are several files of a kind that a report shows only once.
     """
     parts = [_read(path) for path in paths]
     if topology is not None:
         parts.append({"topology": read_topology(topology)})
-    all_of: dict[str, Any] = {"baseline": tuple(read_run(path, with_samples=False) for path in baseline)}
+    contents: dict[str, Any] = {"baseline": tuple(read_run(path, with_samples=False) for path in baseline)}
     for name in ("topology", "gate", "job"):
         values = [part[name] for part in parts if name in part]
         if len(values) > 1:
             words = {"topology": "topologies", "gate": "results of gates", "job": "jobs"}[name]
             raise UsageError(f"{len(values)} {words} were given: a report shows one; give one of them")
-        all_of[name] = values[0] if values else None
+        contents[name] = values[0] if values else None
     for name in ("runs", "calls", "ranks", "histories", "notes"):
-        all_of[name] = tuple(one for part in parts for one in part.get(name, ()))
-    return beside_each_other(Sources(**all_of))
+        contents[name] = tuple(item for part in parts for item in part.get(name, ()))
+    return split_systems(Sources(**contents))
 
 
-def beside_each_other(sources: Sources) -> Sources:
-    """Runs of collectives on several systems apart; the rest of the page is of the first system's."""
+def split_systems(sources: Sources) -> Sources:
+    """Separates runs of collectives on several systems. The other parts of the page show the first system."""
     groups = tuple(map(tuple, group_by(sources.runs, lambda run: repr(setup_of(run))).values()))
     if len(groups) < 2 or not all(any(r.suite == "collectives" for r in run.results) for run in sources.runs):
         return sources
@@ -109,8 +123,8 @@ def beside_each_other(sources: Sources) -> Sources:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Field of `Sources` -> what the file or folder holds of it."""
-    if os.path.isdir(path):  # noqa: PTH112 - Path's raises where a name is too long
+    """Reads a file or folder; returns field of `Sources` -> value."""
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises if a name is too long
         tables = [table for name in ("table.json", JOB_FILE) if (table := path / name).is_file()]
         return _json(tables[0]) if tables else _folder(path)
     kind = _kind_of_lines(path)
@@ -126,7 +140,7 @@ def _history(path: Path) -> History:
 
 
 def _kind_of_lines(path: Path) -> bytes:
-    """What a file of JSON lines holds; of other files nothing."""
+    """Returns the kind of a file of JSON lines: b"run" or b"history"; b"" for other files."""
     with opened(path, KINDS) as file:
         head = file.read(_HEAD_BYTES)
     if not head.strip():
@@ -142,25 +156,29 @@ def _json(path: Path) -> dict[str, Any]:
         return {"topology": read_topology(path)}
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
-            f"{path} is none of the files that a report is made of (its kind is {shown(kind)}): expected {KINDS}"
+            f"{path} is of the kind {shown(kind)}, which a report cannot show: expected {KINDS}"
         )
-    struct, what = _JSON[kind]
+    struct, noun = _JSON[kind]
     try:
-        content = into(data, struct)
+        content: Any = into(data, struct)
     except BadFieldError as error:
-        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {what}") from error
+        raise UnreadableRunError(f"{path} is damaged: {error}; expected a {noun}") from error
     if isinstance(content, Job):
         return {"job": content}
     if isinstance(content, CallsProfile):
         return {"calls": content.cases}
-    return {"ranks": content.sections} if isinstance(content, RanksProfile) else {"gate": of_gate(content)}  # type: ignore[arg-type]
+    return (
+        {"ranks": content.sections}
+        if isinstance(content, RanksProfile)
+        else {"gate": changes_of_gate(content)}
+    )
 
 
 def _folder(folder: Path) -> dict[str, Any]:
-    """The last run, and the times of all of its setup; a note says how many others there are. Of a folder of
-    `dtbench gate --history`, the history of each kind of machine.
+    """Reads a folder of runs or of `dtbench gate --history`.
 
-    One run at a time is held, as a folder may hold more than the memory does.
+    Returns the last run, the times of all runs with the same setup, and a note on runs with another setup; or the
+    history of each kind of machine. Only one run at a time is in memory, since a folder may be larger than memory.
     """
     revisions, histories = [], []
     for path in sorted(folder.glob("*.jsonl")):
@@ -172,7 +190,7 @@ def _folder(folder: Path) -> dict[str, Any]:
             revisions.append((run.header.started or "", path, _setup(run), _line(run)))
     if not revisions and not histories:
         raise UnreadableRunError(
-            f"{folder} holds neither runs nor a table.json nor a history: expected a folder of runs, of a profile or "
+            f"{folder} contains no runs, no table.json and no history: expected a folder of runs, of a profile or "
             "of `dtbench gate --history`"
         )
     if not revisions:
@@ -180,16 +198,16 @@ def _folder(folder: Path) -> dict[str, Any]:
     revisions.sort(key=lambda revision: revision[:2])
     _, last, setup, _ = revisions[-1]
     series = tuple(line for *_, its_setup, line in revisions if its_setup == setup)
-    others = len(revisions) - len(series)
+    other_count = len(revisions) - len(series)
     return {
         "runs": [read_run(last)],
         "histories": histories + ([History(setup, series)] if len(series) > 1 else []),
-        "notes": [f"{others} runs of {folder} have another setup"] if others else [],
+        "notes": [f"{other_count} runs of {folder} have another setup"] if other_count else [],
     }
 
 
 def _setup(run: Run) -> str:
-    """What has to agree for the times of two runs to be of one series."""
+    """Describes the setup of a run. Times of runs with equal descriptions form a series."""
     header, gpus = run.header, run.header.machine.gpus
     mesh = " x ".join(f"{name}={n}" for name, n in zip(header.mesh.dim_names, header.mesh.shape, strict=True))
     devices = sorted({str(gpu.name) for gpu in gpus}) or [header.machine.cpu.model or "unknown CPU"]
@@ -199,7 +217,7 @@ def _setup(run: Run) -> str:
 
 
 def _line(run: Run) -> HistoryLine:
-    """A run as a revision: of each case the median over launches."""
+    """Returns a run as a revision of a history, with the median over launches of each case."""
     times: dict[str, list[float]] = {}
     for result in run.results:
         if result.status == "ok" and result.estimate_s:
@@ -208,5 +226,5 @@ def _line(run: Run) -> HistoryLine:
             times.setdefault(label, []).append(result.estimate_s)
     started = run.header.started or run.path.stem
     revision = started[5:16].replace("T", " ") if run.header.started else started
-    medians = {label: median(of) for label, of in times.items()}
+    medians = {label: median(launch_times) for label, launch_times in times.items()}
     return HistoryLine(machine={}, time=started, revision=revision, times_s=medians)

@@ -1,8 +1,8 @@
-"""From a matplotlib figure to SVG that belongs to the page: its colours, its font, its ids.
+"""Converts matplotlib figures to inline SVG that uses the page's colours, font and ids.
 
-matplotlib knows neither CSS variables nor a second figure in the same document. So figures are
-drawn in stand-in colours that are replaced by `var(--name)`, which lets dark mode and print restyle
-them, and every id gets the figure's own prefix.
+matplotlib supports neither CSS variables nor several figures in one document. Figures are therefore drawn in stand-in
+colours, which are replaced by `var(--name)`, so that dark mode and print can restyle them. Every id gets a prefix that
+is unique to the figure.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from matplotlib.textpath import text_to_path
 
 from dtbench.errors import plain
 
-# CSS variable -> stand-in. No stand-in may be a colour that anything else is drawn in.
+# CSS variable -> stand-in colour. Nothing else may be drawn in a stand-in colour.
 _NAMES = ("ink", "muted", "rule", "surface", "s0", "s1", "s2", "s3", "s4", "s5")
 STAND_IN = {name: f"#0a0b{0x10 + i:02x}" for i, name in enumerate(_NAMES)}
 
 FONT_PX = 12.0
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-# A hundredth of a pixel is fine enough.
+# Coordinates are cut to a hundredth of a pixel.
 _LONG_NUMBER = re.compile(r"(\.\d\d)\d+|\s+")
 _REFERENCE = re.compile(r'xlink:href="#([^"]*)"|url\(#([^)]*)\)')
 _RC: dict[str, object] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
-    "svg.hashsalt": "dtbench",  # ids do not depend on the moment
-    "text.parse_math": False,  # a dollar in a name is a dollar
+    "svg.hashsalt": "dtbench",  # makes ids reproducible
+    "text.parse_math": False,  # keeps a dollar sign in a name
     "font.size": FONT_PX,
     "axes.unicode_minus": False,
     "lines.markersize": 4.5,
@@ -57,17 +57,17 @@ _RC: dict[str, object] = {
 
 @lru_cache(maxsize=4096)
 def text_px(text: str) -> float:
-    """The width of a text in DejaVu Sans, which is wider than most fonts that a browser takes."""
+    """Returns the width of a text in DejaVu Sans, which is wider than most fonts that browsers use."""
     font = FontProperties(family="DejaVu Sans", size=FONT_PX)
     return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
 
 
 @contextlib.contextmanager
 def settings() -> Iterator[None]:
-    """What figures are drawn in: the same whatever a user's matplotlibrc says. Entered once per page."""
-    # rcdefaults first: a user's matplotlibrc is no input of a report.
+    """Context with the settings of all figures, independent of the user's matplotlibrc. Entered once per page."""
+    # rcdefaults first, since a user's matplotlibrc must not affect a report.
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # A name may hold letters that matplotlib's font lacks; the browser has its own.
+        # Names may contain letters that matplotlib's font lacks; the browser uses its own font.
         warnings.filterwarnings("ignore", message=r"(?s).*Glyph .* missing from")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC)  # type: ignore[arg-type]  # its stubs want literal keys
@@ -83,9 +83,12 @@ def draw(
     title: str = "",
     desc: str = "",
 ) -> Markup:
-    """The SVG that `paint` draws on a figure of this size, within `settings`; one unit is one CSS pixel.
+    """Returns the SVG of what `paint` draws on a figure of this size; one unit is one CSS pixel. Needs `settings`.
 
-    prefix: unique in the page, letters and digits. title, desc: what a screen reader says; without a title nothing.
+    Args:
+        prefix: prefix of ids, unique in the page; letters and digits.
+        title: title for screen readers, which skip the figure if it is "".
+        desc: description for screen readers.
     """
     figure = Figure(figsize=(width_px / 72, height_px / 72))
     FigureCanvasSVG(figure)
@@ -97,9 +100,9 @@ def draw(
 
 def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc: str) -> str:
     body = svg[svg.index("<g id=") : svg.rindex("</svg>")]
-    # matplotlib's own style element would speak to the whole page.
+    # matplotlib's style element would apply to the whole page.
     body = re.sub(r"<style\b.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    referred_to = {one or other for one, other in _REFERENCE.findall(body)}
+    referred_to = {href or url for href, url in _REFERENCE.findall(body)}
     body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in referred_to else "", body)
     body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
     body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)

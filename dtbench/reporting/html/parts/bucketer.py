@@ -1,4 +1,4 @@
-"""Bucketed reduce-scatter: throughput over bucket size; and how much communication hides behind computation."""
+"""Bucketed reduce-scatter: throughput over bucket size. Overlap of communication with computation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dtbench.reporting.html.parts.suites import (
     FLOOR,
     TORCH,
     bandwidths,
-    doubt_floors,
     mean_ratio,
     named,
+    note_slow_floors,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text import columns
@@ -27,40 +27,40 @@ from dtbench.text.units import format_size, format_speedup
 
 BUCKET_STYLES = {
     "core": replace(CORE, words="core: dtbench’s bucketer"),
-    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True, words="unbucketed: a call for each tensor"),
+    "unbucketed": Style("s3", "^", (5, 1.5, 1, 1.5), hollow=True, words="unbucketed: one call per tensor"),
     "reference": Style("s4", "D", (8, 2), hollow=True, words="reference: fairscale’s algorithm"),
-    "packed": Style("s5", "", (4, 1, 1, 1), words="packed: as many calls as buckets, without copies"),
+    "packed": Style("s5", "", (4, 1, 1, 1), words="packed: one call per bucket, without copies"),
     "limit": Style("s2", "", (1.5, 1.5), words="limit: one call, without copies"),
 }
 OVERLAP_STYLES = {
     "core": replace(CORE, words="core: waits at first use"),
     "torch": replace(TORCH, words="torch: waits at first use"),
     "wait_at_once": Style("s3", "^", None, hollow=True, words="waits at once"),
-    "local": replace(FLOOR, words="the computation alone"),
+    "local": replace(FLOOR, words="computation only"),
 }
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    buckets = [c for c in of.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
-    section.lead = "How much communication hides behind computation."
+def fill(section: ReportSection, material: Material) -> None:
+    buckets = [c for c in material.cases("bucketer") if any(m.algbw_Bps for m in c.impls.values())]
+    section.lead = "The share of communication that computation covers."
     if buckets:
-        section.lead = "Many small tensors are reduced and scattered, in buckets or not. GB = 10⁹ bytes."
+        section.lead = "Reduce-scatter of many small tensors, in buckets or not. GB = 10⁹ bytes."
         section.add(_throughput(section, buckets), _bucket_table(buckets))
-        _headline(section, of, buckets)
-    overlaps = of.cases("overlap")
-    doubt_floors(section, overlaps, "Overlap: ")
+        _headline(section, material, buckets)
+    overlaps = material.cases("overlap")
+    note_slow_floors(section, overlaps, "Overlap: ")
     section.add(_overlap(overlaps), _overlap_table(overlaps))
 
 
-def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase]) -> None:
-    """How much faster buckets of the largest size are than a call for each tensor, and the size to choose."""
+def _headline(section: ReportSection, material: Material, cases: Sequence[ReportCase]) -> None:
+    """Adds headlines: the speedup of the largest buckets over one call per tensor, and the bucket size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
     at_largest = [c for c in cases if c.number("bucket_bytes") == largest]
     mean, words = mean_ratio(at_largest, "core", "unbucketed")
     if mean:
-        words = f"in buckets of {format_size(largest)} than one call for each tensor: {words}"
+        words = f"in buckets of {format_size(largest)} than with one call per tensor: {words}"
         section.headlines.append((format_speedup(mean), words))
-    for choice in bucket_choices(of.sources.runs):
+    for choice in bucket_choices(material.sources.runs):
         if choice.bucket_cap_mb is not None:
             group = choice.group
             words = f"bucket_cap_mb for {group.dtype} over {group.mesh_dim}={group.ranks}"
@@ -68,17 +68,19 @@ def _headline(section: ReportSection, of: Material, cases: Sequence[ReportCase])
 
 
 def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure | None:
-    """A panel per mesh dim and size of the small tensors, of all cases that sweep the size of buckets."""
+    """Draws throughput over bucket size, with a panel per mesh dim and size of the small tensors."""
     ordered = sorted(cases, key=lambda c: (c.number("tensor_bytes"), c.number("bucket_bytes")))
     groups = group_by(
         ordered, lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name)
     )
     panels, impls = [], {impl for c in cases for impl in c.impls}
-    for (dim, tensor, dtype, name), of in groups.items():
-        if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in of}) == 1:
+    for (dim, tensor, dtype, name), members in groups.items():
+        if name != "reduce_scatter" and len({c.number("bucket_bytes") for c in members}) == 1:
             continue
         points = {
-            impl: [(c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps) for c in of if impl in c.impls]
+            impl: [
+                (c.number("bucket_bytes") or 1, c.impls[impl].algbw_Bps) for c in members if impl in c.impls
+            ]
             for impl in BUCKET_STYLES
         }
         panels.append(CurvePanel(f"{dim}, tensors of {format_size(tensor)}, {dtype}", lines(points)))
@@ -91,7 +93,7 @@ def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure |
         + " Where it equals unbucketed, buckets of that size give no speedup."
         * ({"core", "unbucketed"} <= impls),
         y=partial(value_axis, format_tick=bandwidth_tick, title="throughput"),
-        over="size of a bucket",
+        x_title="size of a bucket",
     )
 
 
@@ -119,16 +121,16 @@ def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
     )
 
 
-def hidden(case: ReportCase) -> float | None:
-    """The share of the collectives' time that the core hides: 1 where it costs no more than the computation."""
+def covered_share(case: ReportCase) -> float | None:
+    """Returns the share of the collectives' time that computation covers; 1 if the step takes only as long as it."""
     core, at_once, local = (case.seconds(i) for i in ("core", "wait_at_once", "local"))
     if core is None or at_once is None or local is None or at_once <= local:
         return None
     return (at_once - core) / (at_once - local)
 
 
-def hidden_words(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}".replace("-", "−") + " hidden"
+def covered_text(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}".replace("-", "−") + " covered"
 
 
 def _gradient(case: ReportCase) -> str:
@@ -137,24 +139,25 @@ def _gradient(case: ReportCase) -> str:
 
 
 def _overlap(cases: Sequence[ReportCase]) -> Figure | None:
-    """An all-reduce per layer, waited for at once or where it is used."""
+    """Draws the times of layers with an all_reduce each, which is waited for at once or at first use."""
     share = (
-        " At the right, the share of the collectives’ time that the core overlaps with the computation: at 100 % "
-        "the step takes no longer than the computation, below 0 % waiting at once is faster."
+        " At the right: share of the collectives’ time that computation covers with the core. At 100 % the step takes "
+        "no longer than the computation; below 0 % waiting at once is faster."
     )
     rows = [
         DotRow(
             f"{c.get('mesh_dim')}, {_gradient(c)}",
             {i: s for i in OVERLAP_STYLES if (s := c.seconds(i)) is not None},
-            hidden_words(hidden(c)),
+            covered_text(covered_share(c)),
         )
         for c in cases
     ]
     return dots(
         "overlap",
-        {"Layers with an all-reduce each": rows},
+        {"Layers with an all_reduce each": rows},
         OVERLAP_STYLES,
-        "Overlap: time of some layers with an all-reduce each." + (share if any(map(hidden, cases)) else ""),
+        "Overlap: time of several layers with an all_reduce each."
+        + (share if any(map(covered_share, cases)) else ""),
         value_axis,
     )
 
@@ -169,7 +172,7 @@ def _overlap_table(cases: Sequence[ReportCase]) -> Table:
             *columns.times(
                 [(style.words, [c.seconds(impl) for c in cases]) for impl, style in OVERLAP_STYLES.items()]
             ),
-            columns.percents("hidden by the core", [hidden(c) for c in cases], 0),
+            columns.percents("covered, core", [covered_share(c) for c in cases], 0),
         ],
         folded=True,
     )
@@ -181,5 +184,5 @@ BUCKETER = Part(
     fill,
     ("bucketer", "overlap"),
     "dtbench run bucketer overlap",
-    of_links=True,
+    measures_links=True,
 )

@@ -1,4 +1,4 @@
-"""What changed: the verdict in words, case by case a table to sort and filter, and the ratios with their intervals."""
+"""Changes from base to head: ratios with their intervals, and a table to sort and filter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.reporting.html.axes import log_axis
-from dtbench.reporting.html.changes import ROW, Changes, observations_of, why
+from dtbench.reporting.html.changes import ROW, Changes, observations_of, reason_text
 from dtbench.reporting.html.figures import DotRow, Figure, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text import columns
@@ -24,24 +24,24 @@ STYLES = {
 }
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    if of.changes is not None and of.changes.changes:
-        section.add(_intervals(section, of.changes), _table(of.changes))
+def fill(section: ReportSection, material: Material) -> None:
+    if material.changes is not None and material.changes.changes:
+        section.add(_intervals(section, material.changes), _table(material.changes))
 
 
 def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
-    """All that changed or may have, and of the others as many as there is room for; the slowest first."""
+    """Draws all cases that changed or may have changed, and others if there is room; the slowest first."""
     comparable = [c for c in changes.changes if c.ratio and c.change_threshold]
     changed = sum(c.verdict != Verdict.SAME for c in comparable)
-    most = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
-    drawn = section.capped(comparable, "cases, the gravest first", most)
+    max_drawn = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
+    drawn = section.capped(comparable, "cases, the gravest first", max_drawn)
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
     rows = []
     for c in sorted(drawn, key=lambda c: -(c.ratio or 0)):
         assert c.ratio is not None and c.change_threshold is not None
         style = c.verdict if c.verdict in STYLES else "inconclusive"
-        # Short enough for a figure: what tells the case from the others in it.
+        # A short label: only the params that differ between the drawn cases.
         differing = [str(value) for name, value in c.params.items() if len(values[name]) > 1]
         rows.append(
             DotRow(
@@ -55,51 +55,54 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
 
     return dots(
         "forest",
-        {"New over base": rows},
+        {"Head / base": rows},
         STYLES,
-        "Time now over time before, the slowest first, on a logarithmic axis; the line at 1 is no change, the grey "
-        "band is too small to count. What lies right of it with its whole interval is slower. An arrowhead "
-        f"at the end of an interval: no bound yet on that side. {changes.bounds}",
+        "Time of head / time of base, the slowest first, on a logarithmic axis. The line at 1 means no change; changes "
+        "within the grey band are ignored. Slower: mark right of the band, interval right of the line. An arrowhead: "
+        f"no bound on that side. {changes.bounds}",
         lambda ratios: log_axis([*ratios, 0.9, 1.1], lambda ratio: f"{ratio:g}×"),
         intervals=True,
     )
 
 
-def _table(of: Changes) -> Table:
-    changes = of.changes[:MAX_ROWS]
-    noise = [c.effect.sd if c.effect else None for c in changes]
-    # What tells the cases apart; what they share is said once.
-    varying, same = split_params([c.params for c in of.changes])
+def _table(changes: Changes) -> Table:
+    shown = changes.changes[:MAX_ROWS]
+    noise = [c.effect.sd if c.effect else None for c in shown]
+    # Params that all cases share are listed once, in the note.
+    varying, shared_params = split_params([c.params for c in changes.changes])
     details = [
-        columns.percents("least that counts", [c.change_threshold for c in changes]),
+        columns.percents("threshold", [c.change_threshold for c in shown]),
         *([columns.percents("noise between pairs", noise)] if any(n is not None for n in noise) else []),
-        replace(columns.text("seen in", [observations_of(c) for c in changes]), numeric=True),
-        columns.text("Why", [why(c) for c in changes]),
+        replace(columns.text("observations", [observations_of(c) for c in shown]), numeric=True),
+        columns.text("Reason", [reason_text(c) for c in shown]),
     ]
-    shared = ", ".join(f"{name}={value}" for name, value in same.items())
-    note = f"Base and now: the median over launches of each launch’s estimate. {of.bounds} Open: not bounded by so few."
+    shared = ", ".join(f"{name}={value}" for name, value in shared_params.items())
+    note = (
+        f"Base and head: median over launches of each launch’s estimate. {changes.bounds} “open”: too few launches for "
+        "a bound. Changes below the threshold are ignored."
+    )
     return Table(
-        "Every case: before and now",
+        "Every case: base and head",
         [
-            columns.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in changes]),
-            columns.text("Suite", [c.suite for c in changes]),
-            columns.text("Case", [c.describe(varying) for c in changes]),
-            columns.text("Impl", [c.impl for c in changes]),
-            *columns.times([("base", [c.base_s for c in changes]), ("now", [c.head_s for c in changes])]),
-            columns.ratios("ratio", [c.ratio for c in changes]),
-            TableColumn("interval", [_interval(c) for c in changes], True),
+            columns.text("Verdict", [f"{c.verdict.shape} {c.verdict}" for c in shown]),
+            columns.text("Suite", [c.suite for c in shown]),
+            columns.text("Case", [c.describe(varying) for c in shown]),
+            columns.text("Impl", [c.impl for c in shown]),
+            *columns.times([("base", [c.base_s for c in shown]), ("head", [c.head_s for c in shown])]),
+            columns.ratios("ratio", [c.ratio for c in shown]),
+            TableColumn("interval", [_interval(c) for c in shown], True),
             *(replace(detail, screen=True) for detail in details),
         ],
         note=f"{note} In every case: {shared}." if shared else note,
-        ids=[f"{ROW}{i}" for i in range(len(changes))],
-        tags=[c.verdict for c in changes],
+        ids=[f"{ROW}{i}" for i in range(len(shown))],
+        tags=[c.verdict for c in shown],
         filter="changes",
-        total=len(of.changes),
+        total=len(changes.changes),
     )
 
 
 def _interval(case: ComparedCase) -> str:
-    """`1.06 – 1.08`, one side open where there are too few observations."""
+    """Formats the interval of a ratio, e.g. "1.06 – 1.08"; a side without a bound is "open"."""
     if case.ratio is None:
         return MISSING
     if (case.low is None) == (case.high is None):
@@ -112,5 +115,5 @@ CHANGES = Part(
     "Changes, case by case",
     fill,
     (),
-    "dtbench report NEW.jsonl --base EARLIER.jsonl; or name the result of dtbench gate",
+    "dtbench report HEAD.jsonl --base BASE.jsonl, or dtbench report with the result of dtbench gate",
 )

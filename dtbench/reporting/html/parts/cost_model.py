@@ -1,4 +1,4 @@
-"""The cost model: the fitted constants and torch's built-in ones, and how far each is off."""
+"""The cost model: fitted constants, torch's built-in ones, and their prediction errors."""
 
 from __future__ import annotations
 
@@ -24,66 +24,73 @@ RESIDUAL_STYLES = {
     "table": Style("s3", "^", None, hollow=True, words="its own table"),
 }
 
-# Of ratios, drawn as percent: half and double are equally far off; each set has the line of 0 %.
+# Ticks of ratios, labelled in percent, on a logarithmic axis. Each set includes 0 %.
 _DECADES = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 1e3, 1e4)
 PERCENT_TICKS = (sorted((*_DECADES, 0.5, 2.0)), _DECADES, _DECADES[::2], (0.5, 1.0, 2.0))
 
 
 def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) -> float | None:
-    """Seconds by torch's formula; None where it has none for the collective, or there are no constants."""
+    """Returns the seconds by torch's formula; None without a formula for the collective, or without constants."""
     if constants is None or name not in RING_COLLECTIVES:
         return None
     return 1e-6 * ring_us(name, size, dim.ranks, constants)
 
 
 def between(sizes: Sequence[float]) -> list[float]:
-    """These sizes and more: what is linear in size is bent on a logarithmic axis and takes points to draw it."""
-    more = np.geomspace(min(sizes), max(sizes), 33) if max(sizes) > min(sizes) else ()
-    return sorted({*sizes, *(float(s) for s in more)})
+    """Adds sizes in between, since functions that are linear in size are curved on a logarithmic axis."""
+    added = np.geomspace(min(sizes), max(sizes), 33) if max(sizes) > min(sizes) else ()
+    return sorted({*sizes, *(float(s) for s in added)})
 
 
 def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
-    """How far the constants are off, and they and the tables themselves."""
+    """Adds the constants and their prediction errors."""
     hosts = (
-        "; the built-in ones are those for the ranks’ hosts" if any(d.builtin for d in topology.dims) else ""
+        "; the built-in ones depend on the hosts of the ranks"
+        if any(d.builtin for d in topology.dims)
+        else ""
     )
     section.lead += (
         " DTensor chooses redistributions by a model of a ring: a base latency of "
         f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
         f"two constants are fitted to the measured times{hosts}."
     )
-    section.cuts += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
-    section.cuts += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
+    section.notes += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
+    section.notes += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
     section.add(_residuals(topology), _constants(topology))
     errors = []
     for dim in topology.dims if topology.backend == "nccl" else ():
-        # torch's constants are those of GPUs' links: how far they are off says nothing of another transport.
+        # torch's constants describe links between GPUs; their error over another transport means nothing.
         if dim.builtin:
-            off, fit = (
+            builtin_error, fitted_error = (
                 format_factor(dim.builtin.geometric_mean_ratio),
                 format_factor(dim.residuals.geometric_mean_ratio),
             )
-            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {fit}"
-            section.headlines.append((off, words))
-            errors.append(f"{off} over {dim.name}")
+            words = f"mean error of PyTorch’s built-in constants over {dim.name}; of the fitted ones {fitted_error}"
+            section.headlines.append((builtin_error, words))
+            errors.append(f"{builtin_error} over {dim.name}")
     if errors:
         section.outcome = section.outcome or f"PyTorch’s built-in constants are off by {', '.join(errors)}"
 
 
 def fitted_on(dim: Dim) -> tuple[float, float]:
-    """The sizes that the constants are fitted on, with room beside them."""
+    """Returns the range of sizes to which the constants are fitted, with a margin."""
     low, high = dim.fitted_on.size_bytes
     return low / 1.1, high * 1.1
 
 
 def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[DrawnCurve]:
-    """Times by the built-in and by the fitted constants."""
-    by = {"builtin": dim.builtin, "fitted": dim}
-    return lines({key: [(s, ring_s(dim, name, s, of)) for s in between(sizes)] for key, of in by.items()})
+    """Returns the curves of times by the built-in and by the fitted constants."""
+    constants = {"builtin": dim.builtin, "fitted": dim}
+    return lines(
+        {
+            key: [(s, ring_s(dim, name, s, values)) for s in between(sizes)]
+            for key, values in constants.items()
+        }
+    )
 
 
 def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
-    """The table of a collective with its interval, and the points it was made of."""
+    """Returns the curves of a collective's table with its interval, and of the measured points."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
     sizes = between(ends)
@@ -96,7 +103,7 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
 
 
 def _residuals(topology: CalibratedTopology) -> Figure | None:
-    """A panel per mesh dim: predicted over measured, in percent, over size."""
+    """Draws the prediction errors over size, with a panel per mesh dim."""
     return curves(
         "residual",
         [
@@ -104,8 +111,8 @@ def _residuals(topology: CalibratedTopology) -> Figure | None:
             for dim in topology.dims
         ],
         RESIDUAL_STYLES,
-        "Predicted minus measured time in percent of the measured, on a logarithmic axis: −50 % is half, +100 % is "
-        "double. Shaded: the sizes of the fit.",
+        "Predicted minus measured time in percent of the measured time, on a logarithmic axis: −50 % is half, +100 % "
+        "is double. Shaded: sizes used for the fit.",
         y=lambda values: log_axis([*values, 0.5, 2.0], percent_off, ticks=PERCENT_TICKS),
         folded="Prediction error of the constants and the tables, over size",
     )
@@ -126,20 +133,20 @@ def residuals_of(dim: Dim) -> list[DrawnCurve]:
 
 
 def percent_off(ratio: float) -> str:
-    """0.5 is −50 %, 2 is +100 %."""
-    off = 100 * (ratio - 1)
-    if math.isclose(off, 0, abs_tol=1e-9):
+    """Formats a ratio as its deviation from 1: 0.5 is "−50 %", 2 is "+100 %"."""
+    percent = 100 * (ratio - 1)
+    if math.isclose(percent, 0, abs_tol=1e-9):
         return "0 %"
-    digits = 0 if abs(off) >= 1 and ratio >= 0.1 else 2
-    return f"{off:+.{digits}f} %".replace("-", "−").replace(".00", "")
+    digits = 0 if abs(percent) >= 1 and ratio >= 0.1 else 2
+    return f"{percent:+.{digits}f} %".replace("-", "−").replace(".00", "")
 
 
 def _basis(dim: Dim) -> str:
-    """What a dim's constants were fitted on, in words."""
+    """Describes the points to which the constants of a mesh dim are fitted."""
     on = dim.fitted_on
     low, high = (format_size(size) for size in on.size_bytes)
     groups = "all groups together" if dim.groups_sharing == "together" else "one group alone"
-    return f"{dim.name} is fitted on {on.points} points from {low} to {high}, {groups}."
+    return f"{dim.name} is fitted to {on.points} points from {low} to {high}, {groups}."
 
 
 def _constants(topology: CalibratedTopology) -> Table:

@@ -1,4 +1,4 @@
-"""Dispatch latency: time per call on the host, cached and on the first call, and its stages."""
+"""Dispatch latency: time per call on the host, cached and first calls, and stages of a call."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
-    beside,
-    core_beside_torch,
-    doubt_floors,
+    compare_core_with_torch,
     named,
+    note_slow_floors,
+    ratio_caption,
     times,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -29,16 +29,16 @@ PARAMS = {"placements": "Placements", "mesh": "Mesh", "pass": "Pass"}
 MAX_CASES = 4
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    cases, calls = of.cases("dispatch"), of.sources.calls
+def fill(section: ReportSection, material: Material) -> None:
+    cases, calls = material.cases("dispatch"), material.sources.calls
     cached = [c for c in cases if c.get("call") not in ("first", "busy")]
     busy = [c for c in cases if c.get("call") == "busy"]
-    section.lead = "Time of one call on the host, the minimum of the samples. "
+    section.lead = "Time of one call on the host: the minimum of the samples. "
     if cached:
         meshes = " and ".join(distinct(str(c.get("mesh")) for c in cached if c.get("mesh")))
         section.lead += (
-            "A cached call looks up the sharding, runs the local op and wraps the result. One process simulates a rank "
-            f"of a larger world{f', its mesh {meshes}' if meshes else ''}. "
+            "A cached call looks up the sharding, runs the local op and wraps the result. One process simulates one "
+            f"rank of a larger world{f', its mesh {meshes}' if meshes else ''}. "
         )
         if any(FLOOR in c.impls for c in cached):
             section.lead += "The floor is the same op on plain local tensors. "
@@ -48,16 +48,16 @@ def fill(section: ReportSection, of: Material) -> None:
             first_s, *_ = added_times(cases_of)[0].values()
             section.headlines.append((f"+{format_seconds(first_s)}", words))
         for kind, of_kind in group_by(cached, lambda c: kind_of(c.name, c.params)).items():
-            section.lead += core_beside_torch(
+            section.lead += compare_core_with_torch(
                 section, of_kind, f"cached call: {kind}", f"Of {kind}, cached, the"
             )
-        doubt_floors(section, cached)
+        note_slow_floors(section, cached)
         grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
         add_dots(
             section,
-            {f"mesh {mesh}, {direction}": of for (mesh, direction), of in grouped.items()},
+            {f"mesh {mesh}, {direction}": members for (mesh, direction), members in grouped.items()},
             lambda c: f"{c.name} {c.get('placements')}".strip(),
-            f"Time per call, cached, with a line to the upper quartile{beside(cached)}.",
+            f"Time per call, cached, with a line to the upper quartile{ratio_caption(cached)}.",
             first=[f"{name} {placements}" for name, placements in SINGLE_OPS.items()],
         )
         section.add(_table(cached, cases))
@@ -65,7 +65,7 @@ def fill(section: ReportSection, of: Material) -> None:
         caption = "Every op: time of a first call"
         section.add(Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
     if busy and cached:
-        caption = "Cached calls while the GPU is at earlier work, as in a training step"
+        caption = "Cached calls while the GPU executes earlier kernels, as in a training step"
         section.add(Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
@@ -84,7 +84,7 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
     ]
     slower = any((c.ratio("core", "torch") or 0.0) > columns.MARKED for c in all_cached)
     notes = [
-        *(["▲ marks where the core takes over 5 % more time than torch."] if slower else []),
+        *(["▲: the core takes over 5 % more time than torch."] if slower else []),
         *(["A first call has to find its sharding; a cached one looks it up."] if any(firsts) else []),
     ]
     return Table(
@@ -97,7 +97,7 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
 
 
 def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
-    """A panel per case: a bar per impl, its parts the stages."""
+    """Draws a panel per case, with a bar of stages per implementation."""
     cases = group_by(calls, lambda c: c.label)
     panels = {
         label: [
@@ -107,11 +107,11 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
                 f"{format_seconds(c.whole_ns * 1e-9)} in all{' (unreliable)' if c.caveat else ''}",
                 c.floor_ns * 1e-9 if c.floor_ns is not None else None,
             )
-            for c in of
+            for c in members
         ]
-        for label, of in list(cases.items())[:MAX_CASES]
+        for label, members in list(cases.items())[:MAX_CASES]
     }
-    floors = "; vertical strokes: the time of the plain op, so the rest is the overhead of distribution"
+    floors = "; vertical strokes: the time of the plain op; the remainder is the overhead of distribution"
     return bars(
         "stages",
         panels,

@@ -1,4 +1,4 @@
-"""The head of the page: title, summary, what to know first; and at its end what is not ok."""
+"""Title, summary and warnings at the top of the page, and the list of failures at its end."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ NOT_OK = {
 }
 
 
-def title(of: Material, sections: Sequence[ReportSection]) -> str:
-    """The outcome: the verdict of a comparison, else what the first sections found."""
-    sources = of.sources
-    if of.changes is not None and (tallies := of.changes.tallies):
-        sides = f"{' → '.join(of.changes.ends)}: " if of.changes.ends else ""
+def title(material: Material, sections: Sequence[ReportSection]) -> str:
+    """Returns the title: the verdict of a comparison, else the outcome of the first sections."""
+    sources = material.sources
+    if material.changes is not None and (tallies := material.changes.tallies):
+        sides = f"{' → '.join(material.changes.ends)}: " if material.changes.ends else ""
         moved = [tally for tally in tallies if tally[0] != Verdict.SAME] or tallies
-        if of.changes.outcome == "single":
+        if material.changes.outcome == "single":
             return f"{sides}{SINGLE_LAUNCH}"
         counts = ", ".join(f"{count} {verdict}" for verdict, count, _ in moved)
-        return f"{sides}{counts} of {len(of.changes.changes)}"
-    if words := "; ".join([one.outcome for one in sections if one.outcome][:2]):
+        return f"{sides}{counts} of {len(material.changes.changes)}"
+    if words := "; ".join([section.outcome for section in sections if section.outcome][:2]):
         return words[0].upper() + words[1:] if words.split()[0].isalpha() else words
     if sources.runs:
-        return _times(of) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
+        return _times(material) or f"Mesh {mesh_words(sources.runs[0].header) or 'unknown'}"
     if sources.calls or sources.ranks:
         return "Profile"
     return "Cost model" if sources.topology is not None else "History"
 
 
-def _times(of: Material) -> str:
-    """Of suites that no section sums up: from the fastest to the slowest."""
-    cases = of.cases(*of.suites)
+def _times(material: Material) -> str:
+    """Returns a title with the range of times, for suites whose sections have no outcome."""
+    cases = material.cases(*material.suites)
     times = [measured.estimate_s for case in cases for measured in case.impls.values()]
     if not times:
         return ""
-    ends = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
-    return f"{', '.join(of.suites)}: {plural(len(cases), 'case')}{' from' if ' to ' in ends else ','} {ends}"
+    extremes = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
+    separator = " from" if " to " in extremes else ","
+    return f"{', '.join(material.suites)}: {plural(len(cases), 'case')}{separator} {extremes}"
 
 
 CORE_IS = (
@@ -58,13 +59,13 @@ CORE_IS = (
 )
 
 
-def summary(of: Material) -> list[str]:
-    """What was measured on what, and what the core is where it first stands."""
-    runs = of.sources.runs
+def summary(material: Material) -> list[str]:
+    """Returns sentences about what was measured on which hardware, and what "the core" is."""
+    runs = material.sources.runs
     if not runs:
         return []
     header = runs[0].header
-    cases = of.cases(*of.suites)
+    cases = material.cases(*material.suites)
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
     sentence = (
@@ -75,28 +76,33 @@ def summary(of: Material) -> list[str]:
 
 
 def _world(runs: Sequence[Run]) -> str:
-    """The mesh and its ranks; where one process measured everything, that."""
+    """Describes the mesh and its ranks, or the process if a single one measured everything."""
     header = runs[0].header
     if by_one_process(runs):
         return "One process measured; the other ranks of its meshes are simulated."
     if not mesh_words(header) and len(header.ranks) == 1:
         return "One process measured."
     ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
-    where = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
+    place = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
     backend = header.versions.get("backend") or "no backend"
-    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{where}."
+    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{place}."
 
 
 class PageWarning(NamedTuple):
-    """text: what a reader has to know. brief: the same in few words, of one that changes how the page is read."""
+    """A warning at the top of the page.
+
+    Attributes:
+        text: the warning.
+        brief: the warning in a few words, if it affects how to read the page.
+    """
 
     text: str
     brief: str = ""
 
 
-def warnings(of: Material) -> list[PageWarning]:
-    """The most severe first."""
-    sources, runs = of.sources, of.sources.runs
+def warnings(material: Material) -> list[PageWarning]:
+    """Returns the warnings, the most severe first."""
+    sources, runs = material.sources, material.sources.runs
     notes = []
     if cut := [run.path.name for run in runs if not run.complete]:
         notes.append(
@@ -110,14 +116,14 @@ def warnings(of: Material) -> list[PageWarning]:
         if tally[status]:
             words = plural(tally[status], f"{status} result")
             notes.append(PageWarning(f"{words}: see Failures.", words))
-    words = plural(len(of.drops), "bandwidth drop")
-    notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(of.drops)]
-    if of.shared_cores and any(case.get("mesh_dim") for case in of.cases(*of.suites)):
+    words = plural(len(material.drops), "bandwidth drop")
+    notes += [PageWarning(f"{drop}.", "" if i else words) for i, drop in enumerate(material.drops)]
+    if material.shared_cores and any(case.get("mesh_dim") for case in material.cases(*material.suites)):
         notes.append(
             PageWarning(
-                f"{of.shared_cores}: times of collectives include waiting for a core, so they do not show the speed of "
-                "the links and are left out of the title and the headlines.",
-                brief=of.shared_cores,
+                f"{material.shared_cores}: times of collectives include waiting for a core, so they do not show the "
+                "speed of the links and are left out of the title and the headlines.",
+                brief=material.shared_cores,
             )
         )
     if any(run.header.options.get("quick") for run in runs):
@@ -132,21 +138,23 @@ def warnings(of: Material) -> list[PageWarning]:
 def _of_topology(topology: CalibratedTopology, run_ids: set[str]) -> list[str]:
     strangers = sorted(run.run_id for run in topology.runs if run.run_id not in run_ids)
     warned = sum(bool(dim.warnings) for dim in topology.dims)
-    other = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those here."
+    note = f"The topology was fitted to another run ({', '.join(strangers)}): its points are not those of this page."
     return [
-        *([other] if strangers else []),
+        *([note] if strangers else []),
         *topology.warnings,
         *([f"The fit of {plural(warned, 'mesh dim')} has warnings: see the cost model."] if warned else []),
     ]
 
 
 def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
-    """(caption, its reasons with the results that gave them): a cause that meets many cases is told once."""
+    """Returns (caption, [(reason, results)]): results with the same reason are listed together."""
     faults = []
     for status, caption in NOT_OK.items():
         results = (r for run in runs for r in run.results if r.status == status)
         if by_reason := group_by(results, lambda result: result.reason or "no reason given"):
-            faults.append((caption, [(reason, list(map(_named, of))) for reason, of in by_reason.items()]))
+            faults.append(
+                (caption, [(reason, list(map(_named, results))) for reason, results in by_reason.items()])
+            )
     return faults
 
 

@@ -25,10 +25,10 @@ _LEAD = Markup(
 )
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    if (job := of.sources.job) is None:
+def fill(section: ReportSection, material: Material) -> None:
+    if (job := material.sources.job) is None:
         return
-    (share, _), analysis = headline(job), of.sources.analysis or JobAnalysis(0)
+    (share, _), analysis = headline(job), material.sources.analysis or JobAnalysis(0)
     *first, sentence = findings(job, analysis)
     section.lead = _LEAD.format(plain(" ".join([*first, sentence])))
     section.outcome = (
@@ -43,8 +43,8 @@ def fill(section: ReportSection, of: Material) -> None:
         (f"{saving.share:.0%}", f"of the step could be saved at most: {line}")
         for saving, line in zip(analysis.savings[:2], savings, strict=False)
     ]
-    section.cuts = [*changes, *needed, *savings[2:], *caveats, *job.notes]
-    section.add(_timeline(job), _bandwidths(job, of.sources.topology), *tables(job, analysis))
+    section.notes = [*changes, *needed, *savings[2:], *caveats, *job.notes]
+    section.add(_timeline(job), _bandwidths(job, material.sources.topology), *tables(job, analysis))
 
 
 def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
@@ -95,15 +95,17 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
         styles,
         "Bus bandwidth of the job's calls by rank and size, including waiting. Lines: calibrated without the job.",
         y=bandwidths_axis,
-        over="size of a call",
+        x_title="size of a call",
     )
 
 
-def fill_sections(section: ReportSection, of: Material) -> None:
+def fill_sections(section: ReportSection, material: Material) -> None:
     """Adds profiles of cases, those with communication first."""
-    profiles = sorted(of.sources.ranks, key=lambda profile: not profile.job.collectives)
+    profiles = sorted(material.sources.ranks, key=lambda profile: not profile.job.collectives)
     if len(profiles) > MAX_SECTIONS:
-        section.cuts = [f"{MAX_SECTIONS} of {len(profiles)} are drawn; the profile's table.txt has them all."]
+        section.notes = [
+            f"{MAX_SECTIONS} of {len(profiles)} are drawn; the profile's table.txt has them all."
+        ]
     short = {profile.job.label: re.sub(r" \w+=.*(?= \()", "", profile.job.label) for profile in profiles}
     distinct = len({*short.values()}) == len(short)
     for number, profile in enumerate(profiles[:MAX_SECTIONS]):
@@ -113,7 +115,7 @@ def fill_sections(section: ReportSection, of: Material) -> None:
                 replace(
                     timeline,
                     caption=f"{headline(profile.job)[1]} {profile.overhead_text} {timeline.caption}",
-                    folded=label if of.sources.runs else "",
+                    folded=label if material.sources.runs else "",
                 )
             )
         for table in tables(profile.job, JobAnalysis(0)):

@@ -1,4 +1,4 @@
-"""Where the results come from: command, machine, versions, commit."""
+"""The provenance of the results: command, machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mesh_words(header: Header) -> str:
 
 
 def hosts(header: Header) -> list[str]:
-    """Their names, as often as nodes bear them."""
+    """Returns the host names of all nodes; several nodes may have the same name."""
     return sorted(host for host, _ in dict.fromkeys(rank.node for rank in header.ranks) if host)
 
 
@@ -34,12 +34,12 @@ def hardware(header: Header) -> str:
     return ", ".join([*named, *([machine.cpu.model] if machine.cpu.model else [])]) or "unknown hardware"
 
 
-# Names and values.
+# (name, value) pairs.
 Facts = list[tuple[str, str]]
 
 
 def provenance(sources: Sources) -> dict[str, Facts]:
-    """The facts and the environment."""
+    """Returns the facts and the environment variables of a report."""
     sides = [(f"Gate, {side}", words) for side, words in (sources.gate.sides if sources.gate else ())]
     if job := sources.job:
         devices = {f"{rank.device} on {rank.host or 'unknown host'}" for rank in job.ranks}
@@ -71,8 +71,8 @@ def _run_words(run: Run) -> str:
     )
 
 
-def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
-    """apart: without the mesh and its ranks."""
+def _facts(header: Header, is_single_process: bool) -> list[tuple[str, str]]:
+    """Returns the facts of a run. If a single process measured, the mesh and its ranks are left out."""
     machine: dict[str, object] = msgspec.to_builtins(header.machine)
     cpu = machine.pop("cpu")
     del machine["gpus"]
@@ -91,11 +91,15 @@ def _facts(header: Header, apart: bool) -> list[tuple[str, str]]:
         ("Options", _described({k: v for k, v in header.options.items() if k != "mesh"})),
         ("Schema", str(header.schema)),
     ]
-    return [(name, value) for name, value in facts if value and not (apart and name in ("Mesh", "Ranks"))]
+    return [
+        (name, value)
+        for name, value in facts
+        if value and not (is_single_process and name in ("Mesh", "Ranks"))
+    ]
 
 
 def _placement(header: Header) -> str:
-    """Host by host its ranks as ranges, with the kind of device: vm: 0-3 (cpu)."""
+    """Describes the ranks of each host with the kind of device, e.g. "vm: 0–3 (cpu)"."""
     words = []
     for (host, _), ranks in group_by(header.ranks, lambda rank: rank.node).items():
         devices = dict.fromkeys(rank.device.partition(":")[0] for rank in ranks if rank.device)
@@ -105,9 +109,9 @@ def _placement(header: Header) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 8"""
-    # What follows on the number before lies as far from its place.
-    spans = groupby(enumerate(sorted(numbers)), lambda of: of[1] - of[0])
+    """Formats numbers as ranges, e.g. "0–3, 8"."""
+    # In a range of consecutive numbers, number - index is constant.
+    spans = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in span] for _, span in spans]
     return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
@@ -129,10 +133,10 @@ def _words(key: str) -> str:
 
 
 def _described(value: object, key: str = "") -> str:
-    """A fact of the header in words; its shape is the machine's and not known here."""
+    """Formats a fact of the header, which may be nested."""
     if isinstance(value, Mapping):
-        there = {k: v for k, v in value.items() if v not in (None, "", [], {})}
-        return ", ".join(f"{_words(k)} {_described(v, str(k))}" for k, v in there.items())
+        present = {k: v for k, v in value.items() if v not in (None, "", [], {})}
+        return ", ".join(f"{_words(k)} {_described(v, str(k))}" for k, v in present.items())
     if isinstance(value, list | tuple):
         return " ".join(_described(v, key) for v in value)
     if isinstance(value, bool):

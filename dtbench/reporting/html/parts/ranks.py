@@ -1,4 +1,4 @@
-"""Rank by rank: a map of the mesh per dim, and who comes late."""
+"""Arrival delay and bandwidth of each rank."""
 
 from __future__ import annotations
 
@@ -20,16 +20,23 @@ from dtbench.text import columns
 from dtbench.text.table import Table
 from dtbench.text.units import format_size
 
-# More rows are not told apart on a page.
+# More rows are not readable on a page.
 MAX_RANKS = 48
 LATE = {"late": Style("s1", "D", words="median, lower and upper quartile")}
 
 
 @dataclass(frozen=True)
 class RankSkew:
-    """One collective over one mesh dim, rank by rank. busbw_Bps: of the rank's group, from the arrival of its
-    last rank on. late_s: (lower quartile, median, upper) of how much later than the first of its group the rank came.
-    last: share of the samples in which it was the last."""
+    """Arrival delays of all ranks at one collective over one mesh dim.
+
+    Attributes:
+        dim: the mesh dim.
+        name: the collective.
+        size_bytes: message size.
+        busbw_Bps: rank -> bus bandwidth of its group from the arrival of the last rank on, bytes per second.
+        late_s: rank -> (lower quartile, median, upper quartile) of its delay after the first rank of its group.
+        last: rank -> share of the samples in which it arrived last.
+    """
 
     dim: str
     name: str
@@ -49,7 +56,7 @@ def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
 
 
 def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
-    """Per mesh dim the all_reduce (else the first collective) of the largest size, all groups at work."""
+    """Returns the delays of each mesh dim, at the largest all_reduce (or else the first collective) of all groups."""
     skews, groups = [], mesh_groups(runs[0].header)
     measured = [r for run in runs for r in run.ok("collectives") if r.rank_samples_s and r.size_bytes]
     usual = {"groups": ("together", None), "mode": ("isolated", None)}
@@ -58,14 +65,14 @@ def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     for dim in runs[0].header.mesh.dim_names if groups else ():
         if results := by_dim.get(dim):
             chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
-            same = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
-            skews.append(_ranks_of(dim, same, groups[dim]))
-    return [one for one in skews if one.late_s]
+            matching = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
+            skews.append(_ranks_of(dim, matching, groups[dim]))
+    return [skew for skew in skews if skew.late_s]
 
 
 def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
-    """Over launches the median."""
-    one = RankSkew(dim, results[0].name, results[0].size_bytes or 0, {}, {}, {})
+    """Merges the launches: the median for bandwidths, quartiles over all samples for delays."""
+    skew = RankSkew(dim, results[0].name, results[0].size_bytes or 0, {}, {}, {})
     for group in groups:
         late, bandwidths = [], []
         for result in results:
@@ -74,44 +81,46 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
             if len(group) < 2 or not shared:
                 continue
             late.append(_lateness_s(result, group, shared))
-            # Nothing where ranks hold unequally many samples, as a file from elsewhere may.
+            # Empty if the ranks have different numbers of samples, as in a damaged file.
             samples = from_last_arrival_s(result, [group])
             if samples and (from_last := estimate_s(samples, result)) > 0:
                 bandwidths.append(result.size_bytes * result.busbw_Bps / result.algbw_Bps / from_last)
         if bandwidths:
-            one.busbw_Bps.update(dict.fromkeys(group, float(np.median(bandwidths))))
-        together = np.hstack(late) if late else ()
-        for place, (rank, behind) in enumerate(zip(group, together, strict=False)):
+            skew.busbw_Bps.update(dict.fromkeys(group, float(np.median(bandwidths))))
+        delays = np.hstack(late) if late else ()
+        for place, (rank, behind) in enumerate(zip(group, delays, strict=False)):
             low, middle, high = np.quantile(behind, (0.25, 0.5, 0.75)).tolist()
-            one.late_s[rank] = low, middle, high
-            one.last[rank] = float(np.mean(np.argmax(together, axis=0) == place))
-    return one
+            skew.late_s[rank] = low, middle, high
+            skew.last[rank] = float(np.mean(np.argmax(delays, axis=0) == place))
+    return skew
 
 
 def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarray:
-    """How much later than the first of its group each rank came; without a common clock, how much shorter its
-    reading is than the longest."""
-    came = [result.rank_arrivals_s.get(str(rank), ())[:samples] for rank in group]
-    if all(len(times) == samples for times in came):
-        arrivals = np.array(came)
+    """Returns the delay of each rank after the first rank of its group, shape (ranks, samples).
+
+    Without a common clock, the delay is estimated as the longest time of all ranks minus the rank's own time.
+    """
+    arrivals_s = [result.rank_arrivals_s.get(str(rank), ())[:samples] for rank in group]
+    if all(len(times) == samples for times in arrivals_s):
+        arrivals = np.array(arrivals_s)
         return np.asarray(arrivals - arrivals.min(axis=0))
-    readings = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
-    return np.asarray(readings.max(axis=0) - readings)
+    times_s = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
+    return np.asarray(times_s.max(axis=0) - times_s)
 
 
 def _skew(skews: Sequence[RankSkew]) -> Figure | None:
-    """How late each rank comes."""
+    """Draws the delay of each rank."""
     panels = {}
-    for one in skews:
-        latest = sorted(one.late_s, key=lambda rank: -one.late_s[rank][1])[:MAX_RANKS]
-        panels[one.words] = [
+    for skew in skews:
+        latest = sorted(skew.late_s, key=lambda rank: -skew.late_s[rank][1])[:MAX_RANKS]
+        panels[skew.words] = [
             DotRow(
                 f"rank {rank}",
-                {"late": one.late_s[rank][1]},
-                f"last {one.last.get(rank, 0):.0%}",
-                {"late": (one.late_s[rank][0], one.late_s[rank][2])},
+                {"late": skew.late_s[rank][1]},
+                f"last {skew.last.get(rank, 0):.0%}",
+                {"late": (skew.late_s[rank][0], skew.late_s[rank][2])},
             )
-            for rank in (sorted(latest) if len(one.late_s) <= MAX_RANKS else latest)
+            for rank in (sorted(latest) if len(skew.late_s) <= MAX_RANKS else latest)
         ]
 
     return dots(
@@ -127,21 +136,24 @@ def _skew(skews: Sequence[RankSkew]) -> Figure | None:
 
 def _table(skews: Sequence[RankSkew], header: Header) -> Table:
     hosts = {rank.rank: rank.host for rank in header.ranks}
-    rows = [(one, rank) for one in skews for rank in sorted(one.late_s)]
-    late = [one.late_s[rank] for one, rank in rows]
+    rows = [(skew, rank) for skew in skews for rank in sorted(skew.late_s)]
+    late = [skew.late_s[rank] for skew, rank in rows]
     return Table(
         "Every rank: arrival delay and bandwidth of its group",
         [
-            columns.text("Mesh dim", [one.dim for one, _ in rows]),
-            columns.text("Collective", [one.name for one, _ in rows]),
-            columns.sizes("Size", [format_size(one.size_bytes) for one, _ in rows]),
+            columns.text("Mesh dim", [skew.dim for skew, _ in rows]),
+            columns.text("Collective", [skew.name for skew, _ in rows]),
+            columns.sizes("Size", [format_size(skew.size_bytes) for skew, _ in rows]),
             columns.counts("Rank", [rank for _, rank in rows]),
             columns.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
             *columns.times(
-                [(word, [of[i] for of in late]) for i, word in enumerate(("late, p25", "median", "p75"))]
+                [
+                    (word, [quartiles[i] for quartiles in late])
+                    for i, word in enumerate(("late, p25", "median", "p75"))
+                ]
             ),
-            columns.percents("last", [one.last.get(rank, 0) for one, rank in rows], 0, "% of samples"),
-            *columns.bandwidths([("bus, group", [one.busbw_Bps.get(rank) for one, rank in rows])]),
+            columns.percents("last", [skew.last.get(rank, 0) for skew, rank in rows], 0, "% of samples"),
+            *columns.bandwidths([("bus, group", [skew.busbw_Bps.get(rank) for skew, rank in rows])]),
         ],
         folded=True,
     )

@@ -1,4 +1,4 @@
-"""Redistribution and the cost model: time over size of collectives, of the libraries, and as modelled."""
+"""Redistribution and the cost model: time over size of collectives, redistributions and models."""
 
 from __future__ import annotations
 
@@ -11,41 +11,49 @@ from dtbench.reporting.html.axes import times_axis
 from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.parts.cost_model import add_model, fitted_on, model_lines, table_lines
-from dtbench.reporting.html.parts.suites import CORE, TORCH, add_dots, beside, core_beside_torch, named, times
+from dtbench.reporting.html.parts.suites import (
+    CORE,
+    TORCH,
+    add_dots,
+    compare_core_with_torch,
+    named,
+    ratio_caption,
+    times,
+)
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text.table import MAX_ROWS, Table
 from dtbench.text.units import format_seconds, format_size, plural
 from dtbench_core.cost.ring import RING_COLLECTIVES
 from dtbench_core.cost.topology import parts_of_tensor
 
-# The change of placement that each collective does the work of.
+# Collective -> redistribution that it performs.
 TRANSITION = {
     "all_reduce": "P->R",
     "all_gather": "S(0)->R",
     "reduce_scatter": "P->S(0)",
     "all_to_all": "S(0)->S(1)",
 }
-SHOWN = 3  # panels over size; the others are folded
+SHOWN = 3  # panels that are not folded
 STYLES = {
     "builtin": Style("s4", "", (1.5, 1.5), words="PyTorch’s built-in constants"),
     "fitted": Style("s3", "", (6, 3), words="the fitted constants"),
     "table": Style("s3", "", words="table of the collective, with the 90 % interval of a new launch"),
     "measured": Style("ink", "o", None, hollow=True, words="measured, from the arrival of the last rank"),
-    "c10d": Style("s2", "D", words="the collective alone, c10d"),
+    "c10d": Style("s2", "D", words="the collective only, c10d"),
     "core": Style(CORE.colour, "^", words="core’s redistribute"),
     "torch": Style(TORCH.colour, "s", (5, 2), hollow=True, words="torch’s redistribute"),
 }
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    topology, moved = of.sources.topology, of.cases("redistribute")
+def fill(section: ReportSection, material: Material) -> None:
+    topology, moved = material.sources.topology, material.cases("redistribute")
     if moved:
         section.lead = (
-            "Time to bring a tensor from one placement to another over mesh dims, with real process groups. "
-            + core_beside_torch(section, moved, "redistribute", "Over the transitions and sizes here the")
+            "Time to redistribute a tensor over mesh dims, with real process groups. "
+            + compare_core_with_torch(section, moved, "redistribute", "Over all transitions and sizes, the")
         )
     if moved or topology is not None:
-        collectives = plain_cases([c for c in of.cases("collectives") if c.impls and c.only.size_bytes])
+        collectives = plain_cases([c for c in material.cases("collectives") if c.impls and c.only.size_bytes])
         section.add(times_over_size(section, collectives, plain_cases(moved), topology))
     if moved:
         _added(section, collectives, plain_cases(moved))
@@ -53,13 +61,16 @@ def fill(section: ReportSection, of: Material) -> None:
     if topology is not None:
         add_model(section, topology)
     section.missing = (
-        "dtbench run redistribute collectives -o RUN.jsonl, dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then name "
-        "both in this report"
+        "dtbench run redistribute collectives -o RUN.jsonl, dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then "
+        "dtbench report RUN.jsonl TOPOLOGY.json"
     )
 
 
 def plain_cases(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
-    """Those of the main type, in isolated calls of all groups, out of place; of others where there are none such."""
+    """Returns the cases of the main dtype that were measured in isolated calls of all groups, out of place.
+
+    If there are none, all cases of the main dtype.
+    """
     if not cases:
         return cases
     dtype, usual = main_dtype(cases), (("groups", "together"), ("mode", "isolated"), ("in_place", False))
@@ -74,7 +85,7 @@ def times_over_size(
     topology: CalibratedTopology | None = None,
     folded: str = "",
 ) -> Figure | None:
-    """A panel per mesh dim and collective that some change of placement needs; without runs, those of the topology."""
+    """Draws a panel per mesh dim and collective of a redistribution; without runs, those of the topology."""
     fitted = {dim.name: dim for dim in (topology.dims if topology else ())}
     raw = group_by(collectives, lambda c: (str(c.get("mesh_dim")), c.name))
     of_libraries = group_by(moved, lambda c: (str(c.get("mesh_dim")), c.name))
@@ -99,14 +110,14 @@ def times_over_size(
                 )
             )
     caption = (
-        "Time over the bytes that nccl-tests counts, both axes logarithmic and common to all panels: those of the "
-        "whole tensor, but of an all-to-all those of one rank’s buffer."
+        "Time over size, both axes logarithmic and common to all panels. As in nccl-tests, the size is that of the "
+        "whole tensor, for all_to_all that of one rank’s buffer."
     )
     if moved and collectives:
         caption += " The distance of a redistribute from c10d is its overhead over the collective."
     if fitted:
         caption += (
-            " Where a model’s dashes leave the points, DTensor’s planner works with wrong costs. Models are fitted to "
+            " Where a dashed model leaves the points, DTensor’s planner uses wrong costs. Models are fitted to "
             "times from the arrival of the last rank, over the shaded sizes."
         )
     return curves(
@@ -115,16 +126,16 @@ def times_over_size(
 
 
 def _measured(name: str, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> list[DrawnCurve]:
-    """The raw collective and the two libraries' change of placement, over the collective's bytes."""
+    """Returns the curves of a collective and of the redistributions by core and torch, over the collective's size."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
         seconds = [(c, s) for c in moved if (s := c.seconds(impl)) is not None]
         points[impl] = [(c.number("size") // parts_of_tensor(name, c.number("ranks")), s) for c, s in seconds]
-    return lines({label: sorted(p for p in of if p[0] > 0) for label, of in points.items()})
+    return lines({label: sorted(p for p in pairs if p[0] > 0) for label, pairs in points.items()})
 
 
 def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> None:
-    """What a redistribution costs beside its collective, at the smallest size that both were measured at."""
+    """Adds the overhead of a redistribution over its collective, at the smallest size at which both were measured."""
     raw = {
         (
             c.get("mesh_dim"),
@@ -133,38 +144,38 @@ def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Seq
         ): c.only
         for c in collectives
     }
-    both = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
-    least = min((size for *_, size in both), default=0)
-    pairs = [(c, raw[key].estimate_s) for key, c in both.items() if key[2] == least]
+    measured_twice = {key: c for c in moved if (key := (c.get("mesh_dim"), c.name, c.number("size"))) in raw}
+    smallest = min((size for *_, size in measured_twice), default=0)
+    pairs = [(c, raw[key].estimate_s) for key, c in measured_twice.items() if key[2] == smallest]
     costs = []
     for impl, name in (("torch", "DTensor"), ("core", "dtbench’s core")):
-        added = [s - alone_s for c, alone_s in pairs if (s := c.seconds(impl)) is not None]
+        added = [s - collective_s for c, collective_s in pairs if (s := c.seconds(impl)) is not None]
         if added and (median := statistics.median(added)) > 0:
             costs.append((name, format_seconds(median), plural(len(added), "transition")))
     if costs:
-        (name, added_s, of), *rest = costs
-        other = "".join(f"; {name} adds {s}" for name, s, _ in rest)
-        words = f"overhead of a redistribution by {name} over its collective at {format_size(least)}"
-        section.headlines.insert(0, (f"+{added_s}", f"{words}, median of {of}{other}"))
+        (name, added_s, count), *remaining = costs
+        other_text = "".join(f"; {name} adds {s}" for name, s, _ in remaining)
+        words = f"overhead of a redistribution by {name} over its collective at {format_size(smallest)}"
+        section.headlines.insert(0, (f"+{added_s}", f"{words}, median of {count}{other_text}"))
         section.outcome = f"a redistribution by {name} adds {added_s} to its collective"
 
 
 def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
-    """Every transition at the smallest and the largest size, and all of them as a table."""
+    """Draws every transition at the smallest and the largest size, and lists all cases in a table."""
     drawn = plain_cases(cases)
     sizes = sorted({c.number("size") for c in drawn})
-    by_place = group_by(drawn, lambda c: (c.get("mesh_dim"), c.number("size")))
+    by_dim_and_size = group_by(drawn, lambda c: (c.get("mesh_dim"), c.number("size")))
     panels = {
-        f"{dim}, {format_size(size)}": by_place.get((dim, size), [])
-        for dim in distinct(dim for dim, _ in by_place)
+        f"{dim}, {format_size(size)}": by_dim_and_size.get((dim, size), [])
+        for dim in distinct(dim for dim, _ in by_dim_and_size)
         for size in distinct([sizes[0], sizes[-1]])
     }
-    ends = "the smallest and the largest size" if len(sizes) > 1 else "one size"
+    drawn_sizes = "the smallest and the largest size" if len(sizes) > 1 else "one size"
     add_dots(
         section,
         panels,
         lambda c: c.name,
-        f"Time per redistribute at {ends}, {drawn[0].get('dtype')}{beside(drawn)}.",
+        f"Time per redistribute at {drawn_sizes}, {drawn[0].get('dtype')}{ratio_caption(drawn)}.",
     )
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype", "size": "Size"}
     listed = cases[:MAX_ROWS]
@@ -174,11 +185,11 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
             [*named(listed, "Transition", params, "ranks"), *times(listed)],
             folded=True,
             total=len(cases),
-            note="Sizes are the whole tensor as one group of the mesh dim holds it.",
+            note="Sizes are those of the whole tensor of a group.",
         )
     )
 
 
 REDISTRIBUTION = Part(
-    "redistribute", "Redistribution and the cost model", fill, ("redistribute",), of_links=True
+    "redistribute", "Redistribution and the cost model", fill, ("redistribute",), measures_links=True
 )

@@ -1,4 +1,4 @@
-"""Cases with their impls side by side, for all parts; and the suites that need no more: blocks of a model, a user's."""
+"""Figures and tables of cases for all parts; the parts for tensor parallelism and for other suites."""
 
 from __future__ import annotations
 
@@ -21,39 +21,46 @@ from dtbench.text.table import MAX_ROWS, Table, TableColumn
 from dtbench.text.terminal import param_text, split_params
 from dtbench.text.units import format_size, format_speedup, plural
 
-MOST_ROWS = 8  # of a table that is not folded, beside a figure
+MOST_ROWS = 8  # tables with more rows are folded
 CORE, TORCH, FLOOR = Style("s0", "o"), Style("s1", "s", (5, 2), hollow=True), Style("s2", "|", (1.5, 1.5))
-# Also of impls that are not known here, in turn.
+# Also used in turn for implementations without a style of their own.
 _MORE_STYLES = (Style("s3", "^", hollow=True), Style("s4", "D", hollow=True), Style("s5", "v", hollow=True))
 _STYLES = {"core": CORE, "torch": TORCH, "local": FLOOR, WHOLE: _MORE_STYLES[0], "wrapped": _MORE_STYLES[1]}
 IMPL_STYLES = {impl: replace(style, words=f"{impl}: {IMPL_WORDS[impl]}") for impl, style in _STYLES.items()}
 
 
 def impls_of(cases: Sequence[ReportCase]) -> list[str]:
-    """Those that are there, the core and torch first."""
+    """Returns the implementations of the cases, the core and torch first."""
     return in_order({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
 def named(
-    cases: Sequence[ReportCase], of_name: str, params: Mapping[str, str], *drop: str
+    cases: Sequence[ReportCase], name_header: str, params: Mapping[str, str], *drop: str
 ) -> list[TableColumn]:
-    """What tells the cases of a table apart: the params under their headers, their name under `of_name` before the
-    first that is no mesh dim, sizes last; all others but `drop` in one column, for no two rows may look the same."""
+    """Returns the columns that identify the cases of a table: mesh dim, name, other params, sizes.
+
+    Args:
+        name_header: header of the column of names.
+        params: param -> header. Params that are not listed share one column, so that no two rows look the same.
+        drop: params to leave out.
+    """
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
     words = {title: [c.get(p) for c in cases] for p, title in params.items() if p not in sizes}
     in_columns = {*params, *drop}
-    rest = [", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in in_columns) for c in cases]
+    remaining = [
+        ", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in in_columns) for c in cases
+    ]
     return [
         *(columns.text(title, column) for title, column in words.items() if title == "Mesh dim"),
-        columns.text(of_name, [c.name for c in cases]),
+        columns.text(name_header, [c.name for c in cases]),
         *(columns.text(title, column) for title, column in words.items() if title != "Mesh dim"),
-        *([columns.text("Other parameters", rest)] if any(rest) else []),
+        *([columns.text("Other parameters", remaining)] if any(remaining) else []),
         *(columns.sizes(params[p], [format_size(c.number(p)) for c in cases]) for p in sizes),
     ]
 
 
 def times(cases: Sequence[ReportCase]) -> list[TableColumn]:
-    """The time of each impl, and of the core over torch."""
+    """Returns the columns of times per implementation, and the speedup of the core over torch."""
     ratios = [c.ratio("core", "torch") for c in cases]
     titles = {"local": "floor", WHOLE: "one rank, whole"}
     return [
@@ -65,9 +72,9 @@ def times(cases: Sequence[ReportCase]) -> list[TableColumn]:
 
 
 def bandwidths(cases: Sequence[ReportCase]) -> list[TableColumn]:
-    """The bandwidth of each impl that moves bytes."""
-    of = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
-    return columns.bandwidths([(impl, column) for impl, column in of.items() if any(column)])
+    """Returns the columns of bandwidths of the implementations that have any."""
+    rates = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
+    return columns.bandwidths([(impl, column) for impl, column in rates.items() if any(column)])
 
 
 def add_dots(
@@ -79,27 +86,31 @@ def add_dots(
     first: Sequence[str] | None = None,
     folded: str = "",
 ) -> None:
-    """A row per case with a mark per impl, a line to the upper quartile, and at its end how much faster the core is.
+    """Draws a row per case: a mark per implementation, a line to the upper quartile, and the core's speedup.
 
-    first: labels in the order in which they come first, before all others by torch's time, the longest first; None: as
-    `panels` has them. folded: as of `Figure`.
+    Args:
+        panels: title -> cases.
+        label: returns the label of a case.
+        first: labels of the cases that come first; the others follow by torch's time, the longest first. None keeps
+            the order of `panels`.
+        folded: see `Figure`.
     """
     drawn = dict(section.capped(list(panels.items()), "groups"))
     if first is not None:
-        place = {name: i for i, name in enumerate(first)}
+        position = {name: i for i, name in enumerate(first)}
 
         def order(case: ReportCase) -> tuple[int, float]:
             longest = case.seconds("torch") or case.seconds("core") or 0.0
-            return place.get(label(case), len(place)), -longest
+            return position.get(label(case), len(position)), -longest
 
         drawn = {title: sorted(cases, key=order) for title, cases in drawn.items()}
     if any(len(cases) > MAX_DOT_ROWS for cases in drawn.values()):
-        which = "" if first is None else ", common ops first, then the slowest"
-        section.cuts.append(f"Of each group {MAX_DOT_ROWS} cases are drawn{which}; the table has all.")
+        order_text = "" if first is None else ", common ops first, then the slowest"
+        section.notes.append(f"{MAX_DOT_ROWS} cases of each group are drawn{order_text}; the table has all.")
     rows = {
         title: [_row(case, label(case)) for case in cases[:MAX_DOT_ROWS]] for title, cases in drawn.items()
     }
-    impls = {impl for of in rows.values() for row in of for impl in row.values}
+    impls = {impl for panel_rows in rows.values() for row in panel_rows for impl in row.values}
     styles = {impl: style for impl, style in IMPL_STYLES.items() if impl in impls}
     styles |= zip(sorted(impls - set(IMPL_STYLES)), cycle(_MORE_STYLES), strict=False)
     section.add(
@@ -125,55 +136,67 @@ def _row(case: ReportCase, label: str) -> DotRow:
     )
 
 
-def core_beside_torch(section: ReportSection, cases: Sequence[ReportCase], what: str, where: str) -> str:
-    """A headline and a sentence on the geometric mean; "" where fewer than `FEWEST_CASES` cases have both.
+def compare_core_with_torch(
+    section: ReportSection, cases: Sequence[ReportCase], unit: str, opening: str
+) -> str:
+    """Adds a headline, and returns a sentence, about the geometric mean of core / torch.
 
-    what: one of that which is timed. where: how the sentence begins.
+    It does nothing and returns "" if fewer than `FEWEST_CASES` cases have both.
+
+    Args:
+        unit: what is timed, in the singular.
+        opening: beginning of the sentence.
     """
-    both = [c for c in cases if c.ratio("core", "torch") is not None]
-    if len(both) < FEWEST_CASES:
+    comparable = [c for c in cases if c.ratio("core", "torch") is not None]
+    if len(comparable) < FEWEST_CASES:
         return ""
-    mean, words = mean_ratio(both, "core", "torch")
-    section.headlines.append((format_speedup(mean), f"the core than torch, time per {what}: {words}"))
-    section.outcome = section.outcome or f"the core is {format_speedup(mean, 'torch')} per {what}"
-    return f"{where} core is {format_speedup(mean, 'torch')} (geometric mean of {len(both)} cases). "
+    mean, words = mean_ratio(comparable, "core", "torch")
+    section.headlines.append((format_speedup(mean), f"the core than torch, time per {unit}: {words}"))
+    section.outcome = section.outcome or f"the core is {format_speedup(mean, 'torch')} per {unit}"
+    return f"{opening} core is {format_speedup(mean, 'torch')} (geometric mean of {len(comparable)} cases). "
 
 
 def mean_ratio(cases: Sequence[ReportCase], impl: str, base: str) -> tuple[float | None, str]:
-    """The geometric mean of the cases' ratios, None where none has both; and what to say of it."""
+    """Returns the geometric mean of impl / base, None if no case has both, and a description of it."""
     ratios = [r for c in cases if (r := c.ratio(impl, base)) is not None]
-    ends = f"from {format_speedup(max(ratios, default=None))} to {format_speedup(min(ratios, default=None))}"
-    return geometric_mean(ratios), f"geometric mean of {plural(len(ratios), 'case')}, {ends}"
+    extremes = (
+        f"from {format_speedup(max(ratios, default=None))} to {format_speedup(min(ratios, default=None))}"
+    )
+    return geometric_mean(ratios), f"geometric mean of {plural(len(ratios), 'case')}, {extremes}"
 
 
-def beside(cases: Sequence[ReportCase]) -> str:
-    """What a caption says of the words at the right of `add_dots`, where there are any."""
-    both = any(c.ratio("core", "torch") is not None for c in cases)
-    return "; at the right, core vs torch" if both else ""
+def ratio_caption(cases: Sequence[ReportCase]) -> str:
+    """Returns the part of a caption that explains the speedups at the right of `add_dots`, if there are any."""
+    has_both = any(c.ratio("core", "torch") is not None for c in cases)
+    return "; at the right, core vs torch" if has_both else ""
 
 
-def doubt_floors(section: ReportSection, cases: Sequence[ReportCase], of: str = "") -> None:
-    """Says where the floor of a suite is none. of: the suite, where the section holds several."""
+def note_slow_floors(section: ReportSection, cases: Sequence[ReportCase], prefix: str = "") -> None:
+    """Adds a note for each floor that is slower than what it is a floor for.
+
+    Args:
+        prefix: names the suite if the section has several.
+    """
     times = [{impl: m.estimate_s for impl, m in case.impls.items()} for case in cases]
-    section.cuts += [f"{of}{words[0].upper()}{words[1:]}." for words in describe_slow_floors(times)]
+    section.notes += [f"{prefix}{words[0].upper()}{words[1:]}." for words in describe_slow_floors(times)]
 
 
-def tensor_parallel(section: ReportSection, of: Material) -> None:
-    cases = of.cases("tensor_parallel")
+def tensor_parallel(section: ReportSection, material: Material) -> None:
+    cases = material.cases("tensor_parallel")
     if not cases:
         return
-    whole = any(WHOLE in c.impls for c in cases)
+    has_whole = any(WHOLE in c.impls for c in cases)
     section.lead = (
         f"Parts of a transformer, sharded over the ranks: {', '.join(distinct(c.name for c in cases))}. "
-        + (f"“{WHOLE}” is the plain model with all of the work on one rank: no floor. " if whole else "")
-        + core_beside_torch(section, cases, "block", "The")
+        + (f"“{WHOLE}” is the plain model with all the work on one rank, not a floor. " if has_whole else "")
+        + compare_core_with_torch(section, cases, "block", "The")
     )
     grouped = group_by(cases, lambda c: (c.get("pass"), c.get("dtype")))
     add_dots(
         section,
         {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
-        f"Time per step{beside(cases)}.",
+        f"Time per step{ratio_caption(cases)}.",
     )
     params = {"pass": "Pass", "mesh_dim": "Mesh dim", "dtype": "Dtype"}
     section.add(
@@ -191,33 +214,33 @@ TENSOR_PARALLEL = Part(
     tensor_parallel,
     ("tensor_parallel",),
     "dtbench run tensor_parallel",
-    of_links=True,
+    measures_links=True,
 )
 
 
 def other_suites(claimed: Collection[str]) -> Part:
-    """The part of all suites that no other claims, such as a user's: what is known of any suite is drawn of them."""
+    """Returns the part for suites that no other part shows, e.g. a user's own, with generic figures and tables."""
 
-    def fill(section: ReportSection, of: Material) -> None:
-        suites = {suite: cases for suite, cases in of.suites.items() if suite not in claimed}
-        section.lead = "Suites without a section of their own: their cases with the impls side by side."
+    def fill(section: ReportSection, material: Material) -> None:
+        suites = {suite: cases for suite, cases in material.suites.items() if suite not in claimed}
+        section.lead = "Suites without a section of their own."
         differing, _ = split_params([case.params for cases in suites.values() for case in cases])
         add_dots(
             section,
             {f"Suite {suite}": cases for suite, cases in suites.items()},
             lambda c: " ".join([c.name, *(param_text(p, c.params[p]) for p in differing if p in c.params)]),
             "Time per call, with a line to the upper quartile, of the suites without a section of their own.",
-            folded="Case by case" if len(suites) < len(of.suites) else "",
+            folded="Case by case" if len(suites) < len(material.suites) else "",
         )
         for suite, cases in suites.items():
-            doubt_floors(section, cases, f"Suite {suite}: ")
+            note_slow_floors(section, cases, f"Suite {suite}: ")
         section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
 
     return Part("others", "Other suites", fill)
 
 
 def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
-    """A column per param, then per impl its time, its median and upper quartile, and bandwidths."""
+    """Returns a table with a column per param, and time, median, upper quartile and bandwidth per implementation."""
     cases = all_cases[:MAX_ROWS]
     params = {param: param for c in cases for param in c.params}
     spans = [
@@ -229,6 +252,6 @@ def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
         caption,
         [*named(cases, "Case", params), *times(cases), *columns.times(spans), *bandwidths(cases)],
         folded=len(cases) > MOST_ROWS,
-        note="The first column of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
+        note="The first time of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
         total=len(all_cases),
     )

@@ -1,4 +1,4 @@
-"""Collectives of several systems beside each other: bus bandwidth over size, a line per system."""
+"""Comparison of several systems: bus bandwidth of collectives over size, a line per system."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dtbench.reporting.html.parts.collectives import bandwidth_points
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text.units import format_bandwidth
 
-# More lines in a panel are not told apart.
+# More lines in a panel are not readable.
 MAX_SYSTEMS = 6
-# Of a system: collective -> its cases by size.
+# Collective -> cases of one system by size.
 _Curves = Mapping[str, Sequence[ReportCase]]
 
 
-def fill(section: ReportSection, of: Material) -> None:
-    shown = section.capped(of.sources.systems, "systems", MAX_SYSTEMS)
+def fill(section: ReportSection, material: Material) -> None:
+    shown = section.capped(material.sources.systems, "systems", MAX_SYSTEMS)
     if not shown:
         return
-    systems = {_label(runs, of.sources.systems): _curves(runs) for runs in shown}
+    systems = {_label(runs, material.sources.systems): _curves(runs) for runs in shown}
     section.lead = (
-        "Bus bandwidth is comparable between numbers of ranks; types, places and modes are those of each file. "
-        f"The other sections are of {next(iter(systems))}."
+        "Bus bandwidth is comparable between numbers of ranks; dtypes and modes are those of each file. "
+        f"The other sections show {next(iter(systems))}."
     )
     best = {label: best for label, of_system in systems.items() if (best := _best(of_system))}
     rates = ", ".join(f"{label} {format_bandwidth(rate)}" for label, rate in best.items())
@@ -35,40 +35,40 @@ def fill(section: ReportSection, of: Material) -> None:
 
 
 def _label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
-    """The name of the first file; of files of one name in several folders with its folder."""
-    names = [of[0].path.stem for of in systems]
+    """Returns the name of the first file, with its folder if several systems have files of that name."""
+    names = [system[0].path.stem for system in systems]
     path = runs[0].path
     return path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}"
 
 
 def _curves(runs: Sequence[Run]) -> _Curves:
-    """Of each collective those of the largest group, all groups at work, isolated where that was measured."""
+    """Selects the cases of each collective: largest group, all groups together, isolated calls, if available."""
     by_name: dict[str, list[ReportCase]] = {}
     cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
-    for name, of in group_by(cases, lambda c: c.name).items():
-        most = max(c.number("ranks") for c in of)
-        usual = {"ranks": most, "groups": "together", "mode": "isolated", "dtype": "float32"}
-        for param, wanted in usual.items():
-            of = [c for c in of if c.get(param) == wanted] or of
+    for name, members in group_by(cases, lambda c: c.name).items():
+        max_ranks = max(c.number("ranks") for c in members)
+        usual = {"ranks": max_ranks, "groups": "together", "mode": "isolated", "dtype": "float32"}
+        for param, value in usual.items():
+            members = [c for c in members if c.get(param) == value] or members
         key = ("mesh_dim", "groups", "mode", "dtype", "in_place")
-        same = [c for c in of if all(c.get(param) == of[0].get(param) for param in key)]
-        by_name[name] = sorted(same, key=lambda c: c.only.size_bytes or 0)
+        matching = [c for c in members if all(c.get(param) == members[0].get(param) for param in key)]
+        by_name[name] = sorted(matching, key=lambda c: c.only.size_bytes or 0)
     return by_name
 
 
-def _best(of: _Curves) -> float | None:
-    """The best bus bandwidth of an all_reduce, else of the first collective."""
-    cases = of.get("all_reduce") or next(iter(of.values()), [])
+def _best(curves_by_name: _Curves) -> float | None:
+    """Returns the best bus bandwidth of all_reduce, or else of the first collective."""
+    cases = curves_by_name.get("all_reduce") or next(iter(curves_by_name.values()), [])
     return max((c.only.busbw_Bps or 0.0 for c in cases), default=None)
 
 
 def _figure(systems: Mapping[str, _Curves]) -> Figure | None:
     panels = []
-    for name in distinct(name for of in systems.values() for name in of):
-        points = {label: bandwidth_points(of.get(name, ())) for label, of in systems.items()}
+    for name in distinct(name for system in systems.values() for name in system):
+        points = {label: bandwidth_points(system.get(name, ())) for label, system in systems.items()}
         panels.append(CurvePanel(name, lines(points)))
-    # What one system alone has is in the section of the first.
-    panels = [one for one in panels if len(one.series) > 1] or panels
+    # Collectives of a single system are only drawn if the systems share none.
+    panels = [panel for panel in panels if len(panel.series) > 1] or panels
     return curves(
         "systems",
         panels,
