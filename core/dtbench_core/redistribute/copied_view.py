@@ -1,18 +1,18 @@
-"""Views that hold copied values, where plain torch gives a window on the memory of their base.
+"""Views that contain copied values, where plain torch returns a window on the memory of the base.
 
-A view op cuts a dim. Where ranks hold parts of that dim it is gathered first, so that the result is a window on
-a copy: a write to it would not reach the base, nor one to the base show in it. Such a result is made as a tensor
-of another class, which remembers where its values come from and is in one of these states:
+A view op may cut a dim that is sharded. That dim is gathered first, so the result is a window on a copy. A write to the
+result would not reach the base, and a write to the base would not be visible in the result. Such a result has another
+class, which stores where its values come from. It is in one of these states:
 
-    WINDOW  every other tensor: it shares its memory with its base, or is no view
-    COPY    it has the values of its base; what is written to it is stored to the base, each rank its own part
-    STALE   its base was written to since, which a window would show: the base is gathered again to read it
+    WINDOW  any other tensor: it shares memory with its base, or is not a view
+    COPY    it has the values of its base; a write to it is stored to the base, by each rank for its own part
+    STALE   its base was written to since; the base is gathered again before the view is read
 
-Where the copy is not kept (of conj, of a materialised pending reduction), writes and reading a stale one are refused;
-so they are of a copied view of an input that a graph returned, which knows the input's storage alone.
+If the gathered copy is not stored (for conj, and for reduced pending sums), writes and reads of a stale view raise. So
+do writes to an input's copied view that a graph returned, because it is only linked to the storage of the input.
 
-Ops on a copied view give DTensors; its views are copied views. Plans are made for it apart: its class is in
-their key.
+Ops on a copied view return DTensors, and views of it are copied views. It has separate plans, because its class is part
+of their keys.
 """
 
 from __future__ import annotations
@@ -52,25 +52,30 @@ from dtbench_core.torch_compat import (
 
 
 class ViewState(Enum):
-    WINDOW = auto()  # for ever, or a COPY from the start
-    COPY = auto()  # until its base, or itself, is written to
+    WINDOW = auto()  # always, or it is COPY from the start
+    COPY = auto()  # until the base or the view is written to
     STALE = auto()  # until it is read
 
 
 class Gathered(NamedTuple):
-    """The local tensor on which a copied view is a window: its base's values at `placements`."""
+    """The local tensor that a copied view is a window on: the values of its base at `placements`."""
 
     local: torch.Tensor
     placements: Placements
 
 
 class Origin(NamedTuple):
-    """Where a copied view has its values from.
+    """The source of the values of a copied view.
 
-    owner: its base. version, writes: how often that had been written to by then; torch counts the writes to a tensor
-    and to all its views together, those to `.data` apart. None: it does not count, as of inference tensors: those are
-    gathered at every reading. gathered: None where not kept. spec, local: of the base then, which may get another
-    shape in place.
+    torch counts writes to a tensor and its views together, but writes to `.data` separately.
+
+    Attributes:
+        owner: the base.
+        version: torch's count of writes when the values were copied. None if torch does not count them, as for
+            inference tensors; such views are gathered at every read.
+        writes: our count of writes to the memory at that time.
+        gathered: the gathered copy; None if it is not stored.
+        spec, local: spec and local tensor of the base at that time. The base may get another shape in place.
     """
 
     owner: Wrapper
@@ -82,14 +87,14 @@ class Origin(NamedTuple):
 
 
 class CopiedView:
-    """Mixed into a class of DTensors, in front of it (`viewed`); that one names the result as its `copied_view`."""
+    """Mixin in front of a DTensor class (`viewed`), whose attribute `copied_view` is the resulting class."""
 
     __slots__ = ()
 
     viewed: ClassVar[type[Wrapper]]
-    # None: of a simulated rank's part, whose whole tensor is checked before.
+    # None for a part of a simulated rank: the DTensor that it belongs to was checked before.
     _origin: Origin | None = None
-    # Made by a backward pass that is being traced: a gradient owns its memory once the graph returns it.
+    # Whether a traced backward made it. A gradient owns its memory once the graph returns it.
     _of_backward = False
 
     @classmethod
@@ -103,22 +108,22 @@ class CopiedView:
     @property
     def _local_tensor(self: Any) -> torch.Tensor:
         if state_of(self) is ViewState.STALE:
-            _gather_again(self)
+            _refresh(self)
         return held_by(self)
 
     @_local_tensor.setter
-    def _local_tensor(self: Any, held: torch.Tensor) -> None:
-        Wrapper.__dict__["_local_tensor"].__set__(self, held)
+    def _local_tensor(self: Any, local: torch.Tensor) -> None:
+        Wrapper.__dict__["_local_tensor"].__set__(self, local)
 
     def __repr__(self: Any, **options: object) -> str:
-        if state_of(self) is ViewState.STALE:  # one rank may print alone: nothing is sent
-            return f"DTensor({self._spec}, local=to be gathered again, as its base was written to)"
+        if state_of(self) is ViewState.STALE:  # must not communicate, because one rank may print alone
+            return f"DTensor({self._spec}, local=stale: gathered again when read, because its base was written to)"
         return cast("str", self.viewed.__repr__(self, **options))
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
         if not self.is_leaf or id(self) in memo:
             return self.viewed.__deepcopy__(self, memo)
-        if (origin := kept_origin(self)) is None or not origin.owner.is_leaf:
+        if (origin := reusable_origin(self)) is None or not origin.owner.is_leaf:
             copied = self.detach().clone().requires_grad_(self.requires_grad)  # without a base
             if isinstance(self, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, self.requires_grad)
@@ -138,8 +143,12 @@ def copied_view(
     gathered: Gathered | None = None,
     offset: int = 0,
 ) -> Wrapped:
-    """A view of `base`, which is a `cls`, whose values were copied to `local`: a window on `gathered`, if given.
-    offset: in bytes behind it."""
+    """Returns a view of `base` (of class `cls`) whose values were copied to `local`.
+
+    Args:
+        gathered: the gathered copy that the view is a window on, if it is stored.
+        offset: bytes between the memory of `base` and of the view.
+    """
     view = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, view, offset)
     count_by_storage(base, memory)
@@ -158,25 +167,25 @@ def is_copied(tensor: object) -> bool:
 
 
 def take_memory(tensor: Value, source: Value) -> None:
-    """After `tensor` was given the local tensor and spec of `source` (`.data = source`): from then on it is the same
-    view, if any, of the same memory."""
+    """Makes `tensor` share the memory of `source`, after `.data = source` replaced its local tensor and spec."""
     share_memory(source, tensor, 0)
     origin = source._origin if is_copied(source) else None
     if is_copied(tensor) or origin is not None:
         tensor.__class__ = tensor.viewed if origin is None else tensor.viewed.copied_view
-        # Its writes are counted apart from those of its base, which are counted in the memory.
+        # torch counts its writes separately from those of its base; `memory` counts the writes to the base.
         tensor._origin = origin and origin._replace(version=version_of(tensor))
 
 
-def kept_origin(tensor: Value) -> Origin | None:
-    """Where a view that had to be copied has its values from, if what is loaded or copied of it can be a view again: it
-    then shares memory with its base as a plain one does."""
+def reusable_origin(tensor: Value) -> Origin | None:
+    """Returns the origin of a copied view if a deepcopy or a loaded checkpoint of it can be a view again, else None."""
     if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:
         return None
-    tensor._local_tensor  # noqa: B018 - read anew, if its base was written to since
+    tensor._local_tensor  # noqa: B018 - gathers the base again if it was written to
     origin: Origin = tensor._origin
-    kept = origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
-    return origin if kept and origin.local is held_by(origin.owner) else None
+    is_current = (
+        origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
+    )
+    return origin if is_current and origin.local is held_by(origin.owner) else None
 
 
 def state_of(tensor: Value) -> ViewState:
@@ -185,55 +194,54 @@ def state_of(tensor: Value) -> ViewState:
     origin = tensor._origin
     if origin is None:
         returned_at = tensor._returned_at
-        fresh = returned_at is None or returned_at == tensor._memory[0].count()
-        return ViewState.COPY if fresh else ViewState.STALE
-    if origin.version is None:  # writes are not counted, so there may have been some
+        is_current = returned_at is None or returned_at == tensor._memory[0].count()
+        return ViewState.COPY if is_current else ViewState.STALE
+    if origin.version is None:  # writes are not counted, so there may have been one
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
-    seen = origin.version, origin.writes
-    if seen != (version_of(tensor), tensor._memory[0].count()):
+    counts = origin.version, origin.writes
+    if counts != (version_of(tensor), tensor._memory[0].count()):
         return ViewState.STALE
     return state_of(origin.owner) if is_copied(origin.owner) else ViewState.COPY
 
 
-def read_again(result: Any) -> None:
-    """Of a graph that is traced: what a write made stale is gathered while that can be, before the result is taken
-    apart."""
+def refresh_stale(result: Any) -> None:
+    """Gathers a stale result of a traced graph while that is still possible, before the wrapper is removed."""
     if state_of(result) is ViewState.STALE:
         with functionalizing():
-            _gather_again(result)
+            _refresh(result)
 
 
-def _gather_again(view: Any) -> None:
-    """Puts what the base holds now into the memory on which `view` is a window.
+def _refresh(view: Any) -> None:
+    """Copies the current values of the base to the memory that `view` is a window on.
 
     Raises:
-        PlacementError: that memory is not kept.
+        PlacementError: that memory is not stored.
     """
     origin: Origin | None = view._origin
     if origin is None:
         raise PlacementError(
-            f"got {view._spec}, a view of its argument that a compiled function returned as a copy; the argument has "
-            "been written to since, so that it shows the old values: take the view outside the function or again "
+            f"got {view._spec}, a view of an argument that a compiled function returned as a copy; the argument has "
+            "been written to since, so the view has old values: take the view outside the function or again "
             "after the write, or return a clone() of it"
         )
     gathered = origin.gathered
     if gathered is None:
         raise PlacementError(
             f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and "
-            "whose base has been written to since: it shows the old values; take the view again after the write, "
-            "or redistribute the base so that the dim is whole"
+            "whose base has been written to since, so it has old values: take the view again after the write, "
+            "or redistribute the base so that the dim is not sharded"
         )
     if state_of(origin.owner) is ViewState.STALE:
-        _gather_again(origin.owner)
+        _refresh(origin.owner)
     if gathered.local is not origin.local:
         gathered.local.copy_(run_route(origin.local, cheapest_route(origin.spec, gathered.placements)))
     view._origin = origin._replace(version=version_of(view), writes=view._memory[0].count())
 
 
 def store_to_base(view: Any) -> None:
-    """After an op wrote to `view`: each rank stores its own part to the base, and the base to its own base.
+    """Stores a write to `view` to its base, and from there to the base of the base; each rank stores its own part.
 
-    The view is stale from then on, by the count of writes that it shares with them.
+    The shared count of writes makes the view stale afterwards.
     """
     while is_copied(view) and view._origin is not None:
         owner, _, _, gathered, spec, local = view._origin
@@ -245,26 +253,29 @@ def store_to_base(view: Any) -> None:
 
 
 def refuse_writes(written: Sequence[object]) -> None:
-    """Before an op writes to these tensors.
+    """Raises if an op must not write to these tensors.
 
     Raises:
-        PlacementError: a copied view whose base the write would not reach, or several tensors with one among them,
-            of which one would be stored over the other.
+        PlacementError: one is a copied view and the write would not reach its base; or there are several tensors and
+            one is a copied view, so that it could be stored over another.
     """
     if len(written) > 1 and any(map(is_copied, written)):
         raise PlacementError(
             "got an in-place write to several tensors at once, among them views whose sharded dim had to be gathered "
             "before it could be cut: one view is a copy and could be stored over another; write to one at a time"
         )
-    for one in written:
-        refuse_write(one)
+    for tensor in written:
+        refuse_write(tensor)
 
 
 def refuse_write(tensor: Any, *, restating: bool = False) -> None:
-    """As `refuse_writes` of one tensor. restating: it would get another shape, as no view of its base has.
+    """Raises if an op must not write to `tensor`.
+
+    Args:
+        restating: whether the write changes the shape, which a view of the base does not support.
 
     Raises:
-        PlacementError: it is a copied view, so that the write would be lost.
+        PlacementError: it is a copied view, and the write would be lost.
     """
     root = tensor
     while is_copied(root) and (origin := root._origin) is not None:
@@ -281,7 +292,7 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     raise PlacementError(
         f"got an in-place write to {tensor._spec}, a view of {owner}, whose sharded dim had to be gathered before "
         "it could be cut: the view is a copy and the write would be lost; redistribute the tensor so that the dim "
-        "is whole, then take the view"
+        "is not sharded, then take the view"
     )
 
 
@@ -303,8 +314,8 @@ def _refusal_of_crossing(crossing: Crossing) -> str:
     )
 
 
-def crossed(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
-    """Returns a tensor that crosses the boundary of a compiled graph as one that refuses writes.
+def mark_crossing(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
+    """Returns a tensor that crosses the boundary of a compiled graph, as one that refuses writes if necessary.
 
     Args:
         source: the local tensor of the argument whose values were copied.

@@ -29,7 +29,7 @@ from dtbench_core.layout.placement import (
 )
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, held_by, wrap
-from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
+from dtbench_core.redistribute.copied_view import Gathered, copied_view, reusable_origin
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -52,7 +52,7 @@ def forget(tensor: Wrapper) -> None:
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
-    if (origin := kept_origin(tensor)) is not None:
+    if (origin := reusable_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
         parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)

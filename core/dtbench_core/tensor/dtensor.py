@@ -52,7 +52,7 @@ from dtbench_core.redistribute.autograd import (
     redistribute_along,
     redistribute_tensor,
 )
-from dtbench_core.redistribute.copied_view import CopiedView, crossed, is_copied, take_memory
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied, mark_crossing, take_memory
 from dtbench_core.redistribute.routes import (
     Route,
     cheapest_route,
@@ -185,7 +185,7 @@ class DTensor(Wrapper):
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype, spec.order)
         tensor = wrap(DTensor, local, spec, requires_grad)
         if crossing is not None:
-            tensor = crossed(tensor, crossing, inner.get("_source"))
+            tensor = mark_crossing(tensor, crossing, inner.get("_source"))
         if is_functional(local):
             tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
         return tensor

@@ -10,7 +10,7 @@ import torch
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import Crossing, SharedMemory, SharedResults, Wrapper, held_by, note_argument
-from dtbench_core.redistribute.copied_view import is_copied, read_again
+from dtbench_core.redistribute.copied_view import is_copied, refresh_stale
 from dtbench_core.torch_compat import (
     as_functional,
     functionalization,
@@ -36,7 +36,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     if SharedResults.exist and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
         note_argument(tensor)
     if is_functional(local):
-        read_again(tensor)
+        refresh_stale(tensor)
         crossing = tensor._crossing = _as_result(tensor)
     elif is_copied(tensor) and (crossing is None or local.__class__ is torch.Tensor):
         crossing = "argument"
