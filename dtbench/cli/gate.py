@@ -94,13 +94,13 @@ def gate_command(
     import signal
 
     from dtbench.gate import outputs
-    from dtbench.gate.benchmark import Selection
+    from dtbench.gate.benchmark import SuiteSelection
     from dtbench.gate.gate import gate
     from dtbench.gate.history import append, history_file
     from dtbench.gate.options import GateOptions
     from dtbench.records.exports import write_exports
 
-    options = GateOptions(base, head, tuple(Selection(*split_target(word)) for word in words), **choices)
+    options = GateOptions(base, head, tuple(SuiteSelection(*split_target(word)) for word in words), **choices)
     kept = None if history is None else history_file(history)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:

@@ -4,8 +4,8 @@
     python:/opt/t/bin/python   another interpreter, to compare two builds of torch
     env:NCCL_ALGO=Ring,A=b     other variables; `env:` alone changes nothing
 
-Every arm works on a snapshot of the sources, so that edits during a gate do not get into it. The harness
-is that of the running gate in all arms.
+Every arm runs a snapshot of the sources, so that edits during a gate have no effect. All arms run the harness of the
+gate itself.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from pathlib import Path
 from dtbench.engine.workers import scratch
 from dtbench.errors import ArmError, UsageError, last_line, plain
 from dtbench.file_kinds import refuse_job
-from dtbench.gate.benchmark import Selection
+from dtbench.gate.benchmark import SuiteSelection
 from dtbench.machine.git import run_git
 from dtbench.text.masking import mask, mask_options
+from dtbench.text.units import plural
 
 _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 300.0
-# Of these a revision brings its own; `dtbench` stays the gate's.
-_OF_REVISIONS = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
-# An arm that set these would not measure what it says.
-_OWN_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Variables that no library reads while it loads: arms that differ in them alone load the same.
-_OF_SUITES = "DTBENCH_"
-# Loads what launches load before they are forked, then the suites; its arguments are the folders of an arm. Of suites
-# that end the process while they are loaded, only the first line is printed.
+# Packages of which a revision has its own version; `dtbench` is always the gate's.
+_REVISION_PACKAGES = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
+# Set by every launch; an arm that changed them would measure something else.
+_RESERVED_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# No library reads these variables while it loads, so arms that differ only in them can share a loader.
+_SUITE_PREFIX = "DTBENCH_"
+# Imports what a loader imports, then the suites; the arguments are the import folders of an arm. The first line is
+# printed before the suites are imported, in case a suite ends the process.
 _PROBE = """
 import contextlib, json, os, platform, sys
 from dtbench.gate import worker
@@ -50,22 +51,28 @@ homes = {os.path.dirname(file.removesuffix(os.sep + "__init__.py")) for file in 
 gpus = torch.cuda.device_count()
 facts = [platform.python_version(), torch.__version__, gpus, bool(homes & {*sys.argv[1:]})]
 print(json.dumps([*facts, []]), flush=True)
-if asked := sys.stdin.buffer.read():
+if options := sys.stdin.buffer.read():
     with contextlib.redirect_stdout(sys.stderr):
-        problems = worker.problems_of(asked, gpus)
+        problems = worker.selection_problems(options, gpus)
     print(json.dumps([*facts, problems]))
 """
 
 
 @dataclass(frozen=True)
 class Arm:
-    """What a launch of one side is started with.
+    """A side of a gate, ready to be launched.
 
-    text: as the user gave it, and note, what was built: both without secrets, which `env` alone holds. path: the
-    folders of PYTHONPATH, the snapshot first. root: where it is started, and where a revision's files lie. alone: it
-    brings modules that launches load before they are forked, so that it shares no process with an arm of another path.
-    top: of the repository, for a revision.
-    problems: why a selection has no benchmark, one for each, "" where it has some.
+    Attributes:
+        text: the arm as the user gave it, secrets masked.
+        note: how it was built, secrets masked.
+        python: path of the interpreter.
+        path: folders of PYTHONPATH, the snapshot first.
+        env: environment variables, secrets included.
+        root: working directory of launches; holds the checkout of a revision.
+        revision: commit, "" for other kinds of arms.
+        loads_own_modules: it replaces modules that a loader imports, so it needs a loader of its own.
+        problems: per selection the reason why it has no benchmark, "" if it has some.
+        top: top folder of the repository, for a revision.
     """
 
     text: str
@@ -78,34 +85,38 @@ class Arm:
     python_version: str = ""
     torch_version: str = ""
     gpus: int = 0
-    alone: bool = False
+    loads_own_modules: bool = False
     problems: tuple[str, ...] = ()
     top: Path | None = None
 
     @property
     def env_for_loading(self) -> dict[str, str]:
-        """Its variables that a library may read while it loads."""
-        return {name: value for name, value in self.env.items() if not name.startswith(_OF_SUITES)}
+        """Returns the variables that a library may read while it loads."""
+        return {name: value for name, value in self.env.items() if not name.startswith(_SUITE_PREFIX)}
 
     @property
-    def loads_as(self) -> object:
-        """Launches of arms that agree in this are forked off one process."""
-        return self.python, tuple(sorted(self.env_for_loading.items())), self.path[1:] if self.alone else ()
+    def loader_key(self) -> object:
+        """Key of the loader: arms with equal keys share one."""
+        return (
+            self.python,
+            tuple(sorted(self.env_for_loading.items())),
+            self.path[1:] if self.loads_own_modules else (),
+        )
 
     def explain(self, problem: str) -> str:
-        """A problem of its suites, without the path of its checkout."""
+        """Returns a problem of the suites without the path of the checkout."""
         hint = "; a revision has committed files alone" if " suite file " in problem else ""
         return problem.replace(f"{self.root}{os.sep}", "") + hint if self.revision else problem
 
-    def selections(self, wanted: Sequence[Selection]) -> tuple[Selection, ...]:
-        """The selections for this arm: a suite file of the repository is the revision's own."""
-        own = []
-        for suite, text in wanted:
+    def selections(self, selections: Sequence[SuiteSelection]) -> tuple[SuiteSelection, ...]:
+        """Returns the selections for this arm, in which a suite file of the repository is that of the revision."""
+        revised = []
+        for suite, text in selections:
             path = Path(suite).resolve() if suite.endswith(".py") else Path(suite)
             if self.top is not None and path.is_relative_to(self.top):
                 path = self.root / path.relative_to(self.top)
-            own.append(Selection(str(path), text))
-        return tuple(own)
+            revised.append(SuiteSelection(str(path), text))
+        return tuple(revised)
 
 
 @contextlib.contextmanager
@@ -113,48 +124,49 @@ def open_arms(
     base: str,
     head: str,
     say: Callable[[str], None] = lambda _text: None,
-    asked: Callable[[Arm], bytes] = lambda _arm: b"",
+    encode_options: Callable[[Arm], bytes] = lambda _arm: b"",
 ) -> Iterator[tuple[Arm, Arm]]:
-    """Both arms, built; what was built for them is removed in the end.
+    """Builds both arms; removes their files at the end.
 
-    asked: the options of a gate, with the selections for an arm, whose problems are then looked for.
+    Args:
+        encode_options: returns the gate's options for an arm, as JSON; the arm's selections are then checked.
 
     Raises:
-        UsageError: a text that names no arm, or a revision that git does not know.
-        ArmError: an arm that cannot be built.
+        UsageError: the text does not name an arm, or git does not know the revision.
+        ArmError: an arm cannot be built.
     """
     with scratch() as folder:
         built = [_built(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
         with ThreadPoolExecutor() as pool:  # each loads torch
-            old, new = pool.map(_probed, built, map(asked, built))
-        for role, arm in (("base", old), ("head", new)):
+            base_arm, head_arm = pool.map(_probed, built, map(encode_options, built))
+        for role, arm in (("base", base_arm), ("head", head_arm)):
             say(f"{role} {arm.text}: {arm.note}")
-        yield old, new
+        yield base_arm, head_arm
 
 
 def check_text(text: str) -> tuple[str, str]:
-    """The kind and the rest of an arm's text.
+    """Splits the text of an arm into its kind and its value.
 
     Raises:
-        UsageError: no arm.
+        UsageError: it is not an arm.
     """
-    kind, colon, rest = text.partition(":")
-    if not colon or kind not in ("rev", "python", "env") or (not rest and kind != "env"):
+    kind, colon, value = text.partition(":")
+    if not colon or kind not in ("rev", "python", "env") or (not value and kind != "env"):
         expected = "rev:REVISION, python:PATH or env:NAME=VALUE,..."
         refuse_job(Path(text), f"an arm, {expected}")
-        meant = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
-        such = f"{meant}:{mask(text)}" if text and not colon else "rev:origin/main"
-        raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {such}")
+        likely_kind = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
+        example = f"{likely_kind}:{mask(text)}" if text and not colon else "rev:origin/main"
+        raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {example}")
     if kind == "env":
-        parse_variables(rest)
-    return kind, rest
+        parse_variables(value)
+    return kind, value
 
 
 def parse_variables(text: str) -> dict[str, str]:
-    """`A=1,B=x,y` -> {"A": "1", "B": "x,y"}: a comma begins a variable where a name and = follow.
+    """Parses `A=1,B=x,y` into {"A": "1", "B": "x,y"}: a comma starts a new variable if a name and = follow.
 
     Raises:
-        UsageError: no list of variables, or one that every launch sets itself, or one twice.
+        UsageError: not a list of variables, a variable that every launch sets, or one given twice.
     """
     if not text:
         return {}
@@ -162,33 +174,39 @@ def parse_variables(text: str) -> dict[str, str]:
     for part in re.split(r",(?=[A-Za-z_]\w*=)", text):
         match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", part, re.DOTALL)
         if match is None or "\0" in part:
-            raise UsageError(f"{mask(part)!r} is no variable: expected NAME=VALUE")
-        if match[1] in _OWN_VARIABLES or match[1].startswith("DTBENCH_GATE"):
-            raise UsageError(f"the list sets {match[1]}, which every launch sets itself: leave it out")
+            raise UsageError(f"{mask(part)!r} is not a variable: expected NAME=VALUE")
+        if match[1] in _RESERVED_VARIABLES or match[1].startswith("DTBENCH_GATE"):
+            raise UsageError(f"{match[1]} is set by every launch: leave it out of the list")
         if match[1] in variables:
-            raise UsageError(f"the list sets {match[1]} twice: give it once")
+            raise UsageError(f"{match[1]} is set twice: give it once")
         variables[match[1]] = match[2]
     return variables
 
 
 def _built(text: str, folder: Path) -> Arm:
-    kind, rest = check_text(text)
+    kind, value = check_text(text)
     folder.mkdir()
     root, revision, python = Path.cwd(), "", sys.executable
     variables: dict[str, str] = {}
     sources, top = _own_sources(), repository() if kind == "rev" else None
     if kind == "rev":
-        revision = commit_of(rest)
+        revision = commit_of(value)
         root = _checked_out(revision, folder / "checkout")
-        own = {name: root / path for name, path in _OF_REVISIONS.items() if (root / path).is_dir()}
-        sources |= own
-        what = f"its own {' and '.join(own)}" if own else "the gate's own core and suites"
-        note = f"commit {revision[:12]}, {what}"
+        revision_packages = {
+            name: root / path for name, path in _REVISION_PACKAGES.items() if (root / path).is_dir()
+        }
+        sources |= revision_packages
+        origin = (
+            f"its own {' and '.join(revision_packages)}"
+            if revision_packages
+            else "the gate's own core and suites"
+        )
+        note = f"commit {revision[:12]}, {origin}"
     elif kind == "python":
-        python, note = _executable(rest), "another interpreter, with this gate's sources"
+        python, note = _executable(value), "another interpreter"
     else:
-        variables = parse_variables(rest)
-        note = f"{len(variables)} variable(s) set, with this gate's sources"
+        variables = parse_variables(value)
+        note = f"{plural(len(variables), 'variable')} set" if variables else "no changes"
     snapshot = folder / "sources"
     for name, source in sources.items():
         try:
@@ -212,12 +230,13 @@ def _built(text: str, folder: Path) -> Arm:
 
 
 def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str], list[str]]:
-    """The folders from which an arm imports beside the snapshot, and what its note says of PYTHONPATH.
+    """Returns the import folders of an arm besides the snapshot, and notes on PYTHONPATH.
 
-    They are those of PYTHONPATH. In their place a revision has its own copies of the folders of the repository from
-    which this process imports: both revisions would load the same files otherwise.
+    The folders are those of PYTHONPATH. For a revision, folders of the repository are replaced by their copies in the
+    checkout: both revisions would import the same files otherwise.
 
-    top: of the repository, for a revision.
+    Args:
+        top: top folder of the repository, for a revision.
     """
     entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     chosen = list(dict.fromkeys(Path(entry).resolve() for entry in entries))
@@ -235,15 +254,15 @@ def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str],
         if kind == "python" and (path / "torch").is_dir()
     }
     notes = [f"without {path} of PYTHONPATH, {lacks[path]}" for path in chosen if path in lacks]
-    if same := [str(path) for path in chosen if top is not None and path not in (lacks | copies)]:
-        notes.append(f"with what PYTHONPATH has outside the repository: {os.pathsep.join(same)}")
+    if outside := [str(path) for path in chosen if top is not None and path not in (lacks | copies)]:
+        notes.append(f"with the folders of PYTHONPATH outside the repository: {os.pathsep.join(outside)}")
     return [str(copies.get(path, path)) for path in (*copies, *chosen) if path not in lacks], notes
 
 
 def _own_sources() -> dict[str, Path]:
-    """The packages of the running gate."""
+    """Returns the source folders of the packages that this process runs."""
     sources = {}
-    for name in ("dtbench", *_OF_REVISIONS):
+    for name in ("dtbench", *_REVISION_PACKAGES):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
             raise ArmError(f"the package {name} is not installed beside dtbench: install dtbench whole")
@@ -251,21 +270,21 @@ def _own_sources() -> dict[str, Path]:
     return sources
 
 
-def _probed(arm: Arm, asked: bytes) -> Arm:
-    """The arm with what its interpreter reports."""
+def _probed(arm: Arm, options: bytes) -> Arm:
+    """Returns the arm with the facts that its interpreter reports."""
     try:
         done = subprocess.run(
             [arm.python, "-P", "-c", _PROBE, *arm.path[1:]],
-            input=asked,
+            input=options,
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,
             check=False,
             cwd=arm.root,
             env={**os.environ, **arm.env, "PYTHONPATH": os.pathsep.join(arm.path)},
         )
-        version, torch, gpus, alone, problems = json.loads(done.stdout.splitlines()[-1])
+        version, torch, gpus, loads_own_modules, problems = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
-        late = f"no answer after {_PROBE_TIMEOUT_S:g} s; torch, or a suite, hangs while it is loaded"
+        late = f"no answer after {_PROBE_TIMEOUT_S:g} s; torch or a suite hangs on import"
         why = str(error) if isinstance(error, OSError) else late
         raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {why}") from error
     except (ValueError, IndexError) as error:
@@ -279,17 +298,15 @@ def _probed(arm: Arm, asked: bytes) -> Arm:
         python_version=version,
         torch_version=torch,
         gpus=gpus,
-        alone=alone,
+        loads_own_modules=loads_own_modules,
         problems=tuple(problem and arm.explain(problem) for problem in problems),
     )
 
 
 def _executable(text: str) -> str:
-    path = Path(text).expanduser().absolute()  # not resolved: a link in bin/ is what makes an environment
+    path = Path(text).expanduser().absolute()  # not resolved: the interpreter of a venv is a link
     if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
-        raise UsageError(
-            f"python:{mask(text)}: no program lies there; expected the path of a Python interpreter"
-        )
+        raise UsageError(f"python:{mask(text)}: not a program; expected the path of a Python interpreter")
     return str(path)
 
 
@@ -304,30 +321,30 @@ def _git(
 
 
 def repository() -> Path | None:
-    """The top folder of the checkout that the gate is started in."""
+    """Returns the top folder of the checkout that contains the working directory."""
     done = _git("rev-parse", "--show-toplevel")
     return Path(done.stdout.strip()) if done.returncode == 0 else None
 
 
 def commit_of(revision: str) -> str:
-    """The commit that a revision names.
+    """Returns the commit of a revision.
 
     Raises:
-        UsageError: git knows none of that name.
+        UsageError: git does not know the revision.
     """
     done = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
     if done.returncode != 0:
-        # Of a name that it does not know, --quiet has it say nothing; what it says is another reason.
+        # --quiet suppresses the message for unknown names, so any message has another cause.
         why = plain(mask(done.stderr.strip().partition("\n")[0]))
         remedy = "fetch it first (a shallow clone of CI lacks it: fetch-depth: 0), or start the gate in the checkout"
         raise UsageError(
-            f"rev:{mask(revision)}: git knows no such commit in {Path.cwd()}{f': {why}' if why else f'; {remedy}'}"
+            f"rev:{mask(revision)}: git does not know this commit in {Path.cwd()}{f': {why}' if why else f'; {remedy}'}"
         )
     return done.stdout.strip()
 
 
 def _checked_out(commit: str, folder: Path) -> Path:
-    """The files of a commit in a new folder. The index is the folder's own: nothing of the repository changes."""
+    """Checks out a commit into a new folder, with an index of its own, so that the repository does not change."""
     folder.mkdir()
     env = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
     for words in (("read-tree", commit), (f"--work-tree={folder}", "checkout-index", "--all", "--force")):

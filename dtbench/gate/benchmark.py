@@ -1,4 +1,4 @@
-"""What a gate and its launches tell each other: selections, orders and the benchmarks of an arm. No torch."""
+"""Selections, orders and listings of benchmarks, exchanged between a gate and its launches. Without torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from dtbench.suite import RunOptions
 
 Key = CaseKey
 
-# The largest slowdown that a PASS has to exclude, unless the benchmark says otherwise. Process-to-process
-# noise of 1.5 to 2% makes 5% the least that five pairs of launches exclude most of the time.
+# The largest slowdown that the verdict "same" must exclude, unless the benchmark sets its own. With 1.5 to 2% of noise
+# between processes, 5% is the smallest slowdown that five pairs of launches usually exclude.
 DEFAULT_TOLERANCE = 0.05
-# Beside the counters of a counting launch: what a call took, seconds, roughly; base's says how both arms sample.
+# Rough time of one call in seconds, reported with the counters. The value of base decides how both arms are sampled.
 CALL_S = "call_s"
 
 
-class Selection(NamedTuple):
-    """Cases of one suite: suite is a name or the path of a .py file, text what the case's line holds."""
+class SuiteSelection(NamedTuple):
+    """Cases of one suite.
+
+    Attributes:
+        suite: a name, or the path of a .py file.
+        text: what the case's line in `dtbench list` must contain.
+    """
 
     suite: str
     text: str = ""
@@ -29,10 +34,15 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One impl of a case, and how its launches are judged.
+    """An impl of a case, and the parameters of its verdict.
 
-    label: see `label_of`. estimator: the order statistic that is taken of a launch's samples. tolerance: the largest
-    slowdown that a PASS has to exclude. floor_s: smaller changes are none.
+    Attributes:
+        key: suite, case, impl and params.
+        label: see `label_of`.
+        world: whether its ranks are simulated or real.
+        estimator: the order statistic of a launch's samples that is compared.
+        tolerance: the largest slowdown that the verdict "same" must exclude, as a share.
+        floor_s: smaller changes do not count, seconds.
     """
 
     key: Key
@@ -44,32 +54,37 @@ class Benchmark:
 
     @property
     def case_label(self) -> str:
-        """The case's line in `list`."""
+        """The case's line in `dtbench list`."""
         return self.label.rpartition(" [")[0]
 
 
 def label_of(case_label: str, impl: str) -> str:
-    """What names a benchmark to people, and between a gate and its launches."""
+    """Returns the label of a benchmark, in tables and in messages between a gate and its launches."""
     return f"{case_label} [{impl}]"
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a launch is to do: to list and count, or to time.
+    """The work of one launch: list and count, or time.
 
-    without: labels not to count. call_s: label -> what a call takes in base, of what is to be timed.
+    Attributes:
+        mode: "count" or "time".
+        selections: the benchmarks' cases.
+        options: of the run.
+        without: labels that are not to be counted.
+        call_s: for a timed launch: label -> rough time of one call in base, seconds.
     """
 
     mode: Literal["count", "time"]
-    selections: tuple[Selection, ...]
-    plan: RunOptions
+    selections: tuple[SuiteSelection, ...]
+    options: RunOptions
     without: tuple[str, ...] = ()
     call_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """An arm's benchmarks, and why a selection has none."""
+    """The benchmarks of an arm, and the reasons why selections have none."""
 
     benchmarks: tuple[Benchmark, ...]
     problems: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Benchmarks that no arm touches: when one of them moves, the machine has moved, and no verdict holds.
+"""Control benchmarks, whose code is the same in both arms. If one changes, the machine has changed: no verdict holds.
 
 `torch`: plain ops on tensors of 16 values, for arms that share one torch. `python`: arithmetic of the
 interpreter alone, for arms with different builds of torch.
@@ -21,7 +21,9 @@ PYTHON_STEPS = 500
 WARMUP_CALLS = 100
 
 
-@suite(NAME, world="simulated", help="what no arm touches, beside every gate", by_default=False)
+@suite(
+    NAME, world="simulated", help="control benchmarks of every gate, the same in both arms", by_default=False
+)
 def control(options: RunOptions) -> Iterator[Case]:
     python = os.environ.get(KIND) == "python"
     for name, build in (PYTHON if python else TORCH).items():
@@ -64,6 +66,6 @@ def _steps() -> Callable[[], object]:
 
 
 TORCH = {name: partial(_op, name) for name in ("add", "mm", "relu", "sum", "clone")}
-# No numbers in a loop that need memory, and no lookups in tables. A control of those moved by 1.0 and 1.7% between two
-# builds of torch: presumably because what else a process has imported decides where they lie.
+# Without allocations and table lookups: controls with those moved by 1.0 and 1.7% between two builds of torch,
+# presumably because their memory addresses depend on the other imports of a process.
 PYTHON = {"powers": _powers, "steps": _steps}

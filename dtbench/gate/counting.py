@@ -1,7 +1,6 @@
-"""What one call does, counted: Python calls, allocations, collectives and their bytes. Runs in the arm.
+"""Counts the operations of one call: Python calls, allocations, collectives and their bytes. Runs in the arm.
 
-Counters come from calls of their own, which nobody times. A counter that differs between the
-repeats of one process is no counter and is left out.
+The counted calls are not timed. A counter that differs between repeats within one process is dropped.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 REPEATS = 3
 
 
-def counted(task: Task, impl: str, world: World) -> Result:
-    """The counters of one warm call, those of the workload itself included, and what it takes, roughly."""
+def count_call(task: Task, impl: str, world: World) -> Result:
+    """Returns the counters of one warm call, including the workload's own, and its rough time."""
     schedule = _Counting(Subject(task.case, impl))
     measure([schedule.subject], world, schedule)
     bad = schedule.subject.failure
@@ -34,7 +33,7 @@ def counted(task: Task, impl: str, world: World) -> Result:
 
 
 class _Counting(SamplingSchedule):
-    """The schedule of a benchmark that is counted."""
+    """The schedule that counts the calls of one benchmark."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -52,11 +51,11 @@ class _Counting(SamplingSchedule):
             self.counters |= _agreed([count(subject) for _ in range(REPEATS)])
         if subject.workload.counters is not None:
             self.counters |= _agreed([dict(subject.workload.counters()) for _ in range(2)])
-        taken_s = []
+        times_s = []
         for _ in range(3):
             subject.prepare()
-            taken_s.append(clock.measure(subject.workload.run, 1))
-        self.counters[CALL_S] = min(taken_s)
+            times_s.append(clock.measure(subject.workload.run, 1))
+        self.counters[CALL_S] = min(times_s)
 
 
 def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
@@ -65,26 +64,26 @@ def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _python_calls(subject: Subject) -> dict[str, float]:
-    """Functions of Python entered by this thread, the workload's own included."""
+    """Counts the Python functions that this thread calls, including the workload's own."""
     calls = 0
 
-    def seen(frame: FrameType, event: str, argument: object) -> None:
+    def on_event(frame: FrameType, event: str, argument: object) -> None:
         nonlocal calls
         if event == "call":
             calls += 1
 
     subject.prepare()
-    before = sys.getprofile()
-    sys.setprofile(seen)
+    previous_profiler = sys.getprofile()
+    sys.setprofile(on_event)
     try:
         subject.workload.run()
     finally:
-        sys.setprofile(before)
+        sys.setprofile(previous_profiler)
     return {"python_calls": calls}
 
 
 def _collectives(subject: Subject) -> dict[str, float]:
-    """Collectives issued through torch's dispatcher, and the bytes of the larger side of each."""
+    """Counts the collectives that pass torch's dispatcher, and the bytes of the larger side of each."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -115,21 +114,21 @@ def _collectives(subject: Subject) -> dict[str, float]:
     return counted
 
 
-# Where torch's collectives live: those of process groups and the functional ones.
+# torch's namespaces of collectives: of process groups, and functional.
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 
 def _allocations(subject: Subject) -> dict[str, float]:
-    """Blocks and bytes taken from torch's allocator, as its profiler sees them."""
+    """Counts the allocations of torch's allocator and their bytes, as recorded by the profiler."""
     from torch.autograd.profiler import profile
 
     subject.prepare()
-    with profile(use_kineto=True, profile_memory=True) as seen:
-        kept = subject.workload.run()
-    del kept
-    taken = [
+    with profile(use_kineto=True, profile_memory=True) as profiler:
+        result = subject.workload.run()
+    del result
+    blocks = [
         event.nbytes()
-        for event in seen.kineto_results.events()
+        for event in profiler.kineto_results.events()
         if event.name() == "[memory]" and event.nbytes() > 0
     ]
-    return {"allocations": float(len(taken)), "allocated_bytes": float(sum(taken))}
+    return {"allocations": float(len(blocks)), "allocated_bytes": float(sum(blocks))}

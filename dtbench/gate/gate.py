@@ -1,4 +1,4 @@
-"""A gate from its options to its report: arms, counting, timing, verdicts, the files of its folder."""
+"""Runs a gate: builds the arms, counts, times, decides the verdicts and writes the files of its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtbench.gate.benchmark import Benchmark, Key
 from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
 from dtbench.gate.options import GateOptions
 from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
-from dtbench.gate.verdict import exit_code_of, judged, rises, trust_of, words_of
+from dtbench.gate.verdict import compared_case, describe_counters, exit_code_of, rises, trust_of
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.comparison import ComparedCase, Verdict
@@ -33,11 +33,11 @@ _NARROW = "name fewer benchmarks, such as dispatch/relu"
 
 
 def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) -> Gate:
-    """Runs the gate.
+    """Runs a gate and writes its files.
 
     Raises:
-        UsageError: options that cannot be followed.
-        ArmError: an arm that cannot be built or started.
+        UsageError: invalid options.
+        ArmError: an arm cannot be built or started.
         OutputError: the folder cannot be written, or holds another gate.
     """
     began = time.monotonic()
@@ -50,7 +50,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     if any((folder / name).exists() for name in FILES) or any(folder.glob("launches/*")):
         raise OutputError(f"{folder} holds a gate already: give another -o")
 
-    def asked(arm: Arm) -> bytes:
+    def encode_options(arm: Arm) -> bytes:
         return msgspec.json.encode(
             replace(
                 options,
@@ -63,22 +63,22 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 
     with contextlib.ExitStack() as stack:
         with print_status_if_slow("making base and head ready", say):
-            base, head = stack.enter_context(open_arms(options.base, options.head, say, asked))
+            base, head = stack.enter_context(open_arms(options.base, options.head, say, encode_options))
         problems = zip(base.problems, head.problems, strict=False)
-        both = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
-        if both:
-            raise UsageError("; ".join(both))
+        shared_problems = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
+        if shared_problems:
+            raise UsageError("; ".join(shared_problems))
         kind = control_kind(base, head)
         launcher = Launcher(
             {"base": base, "head": head},
             {name: arm.selections(options.selections) for name, arm in (("base", base), ("head", head))},
-            options.plan(min(base.gpus, head.gpus)),
+            options.run_options(min(base.gpus, head.gpus)),
             _new_folder(folder),
             limits,
             variables={control.KIND: kind},
         )
         with contextlib.closing(launcher):
-            report = GateRun(options, launcher, (base, head), say, bool(kind)).judge(began)
+            report = GateRun(options, launcher, (base, head), say, bool(kind)).run(began)
         texts = text_of(report) + "\n", outputs.junit(report), exports.github(outputs.points_of(report))
         for name, text in zip(FILES, texts, strict=True):
             write_atomically(folder / name, text, lambda _start: True, "file of a gate")
@@ -86,7 +86,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 
 
 def _new_folder(folder: Path) -> Path:
-    """The folder for what launches print, in that of a gate."""
+    """Makes the folder for the output of launches."""
     launches = folder / "launches"
     try:
         launches.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def _new_folder(folder: Path) -> Path:
 
 
 def control_kind(base: Arm, head: Arm) -> str:
-    """What neither arm touches: plain torch where both run one, Python's arithmetic where both run one."""
+    """Returns the kind of control that is the same in both arms: "torch", "python", or "" if none is."""
     if (base.python, base.torch_version) == (head.python, head.torch_version):
         return "torch"
     return "python" if base.python_version == head.python_version else ""
@@ -106,7 +106,7 @@ def control_kind(base: Arm, head: Arm) -> str:
 
 @dataclass
 class GateRun:
-    """Counting, then timing, then the report."""
+    """The work of a gate after its arms are built: counting, timing, verdicts."""
 
     options: GateOptions
     launcher: Launcher
@@ -114,33 +114,39 @@ class GateRun:
     say: Callable[[str], None]
     with_control: bool
     notes: list[str] = field(default_factory=list)
-    judged: dict[Key, ComparedCase] = field(default_factory=dict)
+    verdicts: dict[Key, ComparedCase] = field(default_factory=dict)
 
-    def judge(self, began: float) -> Gate:
-        """The whole gate, after its arms are built. began: on the monotonic clock."""
+    def run(self, began: float) -> Gate:
+        """Counts and times the benchmarks, and returns the gate's record.
+
+        Args:
+            began: start of the gate on the monotonic clock, seconds.
+        """
         seed, trust, launches = self.options.seed, trust_of(None, None, measured=False), 0
         seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         counting = time.monotonic()
         try:
-            old, new = self._count()
+            base_counts, head_counts = self._count()
         except OutOfTimeError as error:
             spent_s = time.monotonic() - began
             raise UsageError(
-                f"{error}, and not all is counted after {format_about(spent_s)}: "
+                f"{error}, and counting is not finished after {format_about(spent_s)}: "
                 f"give --budget {math.ceil(3 * spent_s)}s or more"
             ) from error
         counted_s = time.monotonic() - counting
-        benchmarks = self._comparable(old, new)
+        benchmarks = self._comparable(base_counts, head_counts)
         with contextlib.suppress(OutOfTimeError):
-            self._compare_counters(benchmarks, old, new)
-        left = [b for b in benchmarks if b.key not in self.judged]
-        if left:
-            controls = [b for b in new.listing.benchmarks if b.key[0] == control.NAME and self.with_control]
-            schedule = GateSchedule(left, controls, self.launcher.launch, seed, self.say)
-            self.say(_announcement(left, counted_s, self.options.budget_s))
+            self._compare_counters(benchmarks, base_counts, head_counts)
+        remaining = [b for b in benchmarks if b.key not in self.verdicts]
+        if remaining:
+            controls = [
+                b for b in head_counts.listing.benchmarks if b.key[0] == control.NAME and self.with_control
+            ]
+            schedule = GateSchedule(remaining, controls, self.launcher.launch, seed, self.say)
+            self.say(_announcement(remaining, counted_s, self.options.budget_s))
             timed = time.monotonic()
-            verdicts, trust = schedule.run()
-            self.judged |= {j.key: j for j in verdicts}
+            compared, trust = schedule.run()
+            self.verdicts |= {case.key: case for case in compared}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
             if stopped:
                 self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
@@ -148,8 +154,10 @@ class GateRun:
             self.notes.append(
                 "the arms share neither torch nor Python: base against itself is the only check"
             )
-        order = dict.fromkeys(b.key for b in [*old.listing.benchmarks, *new.listing.benchmarks])
-        ended = tuple(self.judged[key] for key in order if key in self.judged)
+        order = dict.fromkeys(
+            b.key for b in [*base_counts.listing.benchmarks, *head_counts.listing.benchmarks]
+        )
+        ended = tuple(self.verdicts[key] for key in order if key in self.verdicts)
         base, head = (
             ArmRecord(
                 arm=arm.text,
@@ -175,99 +183,105 @@ class GateRun:
 
     def _count(self) -> tuple[Counted, Counted]:
         self.say("counting the operations of one call of each benchmark, in base and in head")
-        old, new = self.launcher.count("base", "head")
-        for name, arm, counted in (("base", self.arms[0], old), ("head", self.arms[1], new)):
+        base, head = self.launcher.count("base", "head")
+        for name, arm, counted in (("base", self.arms[0], base), ("head", self.arms[1], head)):
             self.notes += [f"in {name}: {arm.explain(problem)}" for problem in counted.listing.problems]
-        if not self._wanted(old) and not self._wanted(new):
-            impls = {b.key[2] for b in new.listing.benchmarks if b.key[0] != control.NAME}
-            raise UsageError("; ".join(new.listing.problems) or self.options.lacks(impls))
-        return old, new
+        if not self._selected(base) and not self._selected(head):
+            impls = {b.key[2] for b in head.listing.benchmarks if b.key[0] != control.NAME}
+            raise UsageError("; ".join(head.listing.problems) or self.options.missing_impls(impls))
+        return base, head
 
-    def _wanted(self, counted: Counted) -> list[Benchmark]:
-        impls, kept = self.options.impls, counted.listing.benchmarks
-        return [b for b in kept if b.key[0] != control.NAME and (not impls or b.key[2] in impls)]
+    def _selected(self, counted: Counted) -> list[Benchmark]:
+        impls, listed = self.options.impls, counted.listing.benchmarks
+        return [b for b in listed if b.key[0] != control.NAME and (not impls or b.key[2] in impls)]
 
-    def _comparable(self, old: Counted, new: Counted) -> list[Benchmark]:
-        """Those in both arms that can be measured; the others have their verdicts."""
-        before, after = ({b.key: b for b in self._wanted(counted)} for counted in (old, new))
-        skipped = before.keys() & after.keys() & old.skipped.keys() & new.skipped.keys()
+    def _comparable(self, base: Counted, head: Counted) -> list[Benchmark]:
+        """Returns the benchmarks that both arms can measure, and decides the verdicts of the others."""
+        base_benchmarks, head_benchmarks = (
+            {b.key: b for b in self._selected(counted)} for counted in (base, head)
+        )
+        skipped = base_benchmarks.keys() & head_benchmarks.keys() & base.skipped.keys() & head.skipped.keys()
         if skipped:
             self.notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
-        left: list[Benchmark] = []
-        for key, benchmark in (before | after).items():
+        comparable: list[Benchmark] = []
+        for key, benchmark in (base_benchmarks | head_benchmarks).items():
             if key in skipped:
                 continue
-            if key not in after:
+            if key not in head_benchmarks:
                 why = Verdict.MISSING, "head has no benchmark of this name"
-            elif key not in before:
-                why = Verdict.NEW, "base has no benchmark of this name, so nothing says if it is slower"
-            elif broken := _broken(key, {"head": new, "base": old}):
+            elif key not in base_benchmarks:
+                why = Verdict.NEW, "base has no benchmark of this name to compare with"
+            elif broken := _broken(key, {"head": head, "base": base}):
                 why = broken
             else:
-                left.append(benchmark)
+                comparable.append(benchmark)
                 continue
-            self.judged[key] = judged(benchmark, *why)
-        return left
+            self.verdicts[key] = compared_case(benchmark, *why)
+        return comparable
 
-    def _compare_counters(self, benchmarks: Sequence[Benchmark], old: Counted, new: Counted) -> None:
-        """A rise is a regression, once a second launch of each arm has counted the same."""
+    def _compare_counters(self, benchmarks: Sequence[Benchmark], base: Counted, head: Counted) -> None:
+        """Decides a benchmark slower if a counter rises, and a second launch of each arm counts the same."""
         ignored = frozenset[str]()
         if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
             ignored = frozenset({"python_calls"})
             self.notes.append("Python calls are not compared: the arms run different versions of Python")
-        counts = ((b, old.counters.get(b.key, {}), new.counters.get(b.key, {})) for b in benchmarks)
-        risen = {b: rise for b, before, after in counts if (rise := rises(before, after, ignored))}
+        counts = ((b, base.counters.get(b.key, {}), head.counters.get(b.key, {})) for b in benchmarks)
+        risen = {
+            b: rise
+            for b, base_counts, head_counts in counts
+            if (rise := rises(base_counts, head_counts, ignored))
+        }
         if not risen:
             return
         self.say(f"{len(risen)} benchmark(s) do more per call in head: counting again")
-        again = [side.counters for side in self.launcher.count("base", "head")]
+        recounted = [side.counters for side in self.launcher.count("base", "head")]
         for benchmark, rise in risen.items():
             sure = {
                 name: pair
                 for name, pair in rise.items()
-                if [side.get(benchmark.key, {}).get(name) for side in again] == [pair.base, pair.head]
+                if [side.get(benchmark.key, {}).get(name) for side in recounted] == [pair.base, pair.head]
             }
             if len(sure) < len(rise):
                 unsure = ", ".join(name for name in rise if name not in sure)
-                self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are not judged")
+                self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are ignored")
             if sure and self.options.counters == "judge":
-                reason = "does more per call than before; counted twice, the same both times"
-                self.judged[benchmark.key] = judged(
+                reason = "does more per call than base, in two separate counts"
+                self.verdicts[benchmark.key] = compared_case(
                     benchmark, Verdict.SLOWER, reason, "counters", counters=sure
                 )
             elif sure:
-                self.notes.append(f"{benchmark.label}: {words_of(sure)} (--counters report)")
+                self.notes.append(f"{benchmark.label}: {describe_counters(sure)} (--counters report)")
 
 
 def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | None:
-    """Why a benchmark that both arms have cannot be timed."""
-    for name, of in counted.items():
-        if key in of.bad:
-            return Verdict.FAILED, f"in {name}: {of.bad[key]}"
-        if key in of.skipped:
-            return Verdict.MISSING, f"skipped in {name}: {of.skipped[key]}"
+    """Returns the verdict and reason of a benchmark that an arm cannot time."""
+    for name, side in counted.items():
+        if key in side.bad:
+            return Verdict.FAILED, f"in {name}: {side.bad[key]}"
+        if key in side.skipped:
+            return Verdict.MISSING, f"skipped in {name}: {side.skipped[key]}"
     return None
 
 
 def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
-    """Says how long the launches will take, by how long counting took."""
-    # Loading is most of a launch, and the counting loads several rounds; ranks are started anew in each launch.
+    """Returns a line on how long the launches will take, estimated from the time that counting took."""
+    # Importing torch dominates: counting imports it in the loaders of several rounds, a launch of ranks each time.
     counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
     first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
     end = (
-        "no --budget ends it before"
+        "there is no --budget"
         if budget_s is None
         else f"--budget ends it after {format_about(budget_s)} in all"
     )
     return (
         f"timing {plural(len(benchmarks), 'benchmark')}: {3 * SCREEN_ROUNDS} launches, {format_about(first_s)}; for "
-        f"what these do not pass up to {MOST_LAUNCHES}, {format_about(all_s)}; {end}"
+        f"undecided benchmarks up to {MOST_LAUNCHES}, {format_about(all_s)}; {end}"
     )
 
 
 def _remedy(launches: int, spent_s: float) -> str:
-    """What a gate needs whose budget is spent, from what its launches took."""
+    """Returns the remedy for a spent budget, estimated from the launches so far."""
     if not launches:
         return f": give --budget more, or {_NARROW}"
     more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
-    return f": {format_about(more_s)} more would hold all; give --budget so much more, or {_NARROW}"
+    return f": {format_about(more_s)} more are needed; give --budget that much more, or {_NARROW}"

@@ -1,7 +1,6 @@
-"""Head's times of one gate after the other, which `dtbench report FOLDER` draws over revisions: no part of a verdict.
+"""Appends head's times to a history, which `dtbench report FOLDER` plots over revisions. Verdicts do not depend on it.
 
-A folder holds one JSON Lines file per kind of machine, appended to only. Times of another machine are no
-baseline and are refused.
+A folder has one JSON Lines file per kind of machine. Times of other machines are refused.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from dtbench.records.history import HistoryLine, read_history
 
 
 def history_file(folder: Path) -> Path:
-    """The file of this kind of machine, found fit to be appended to.
+    """Returns the file for this kind of machine, after checking that it can be appended to.
 
     Raises:
-        UnreadableRunError: the file is damaged or of another machine.
-        OutputError: there is no place to append to.
+        UnreadableRunError: the file is damaged or from another machine.
+        OutputError: the file cannot be written.
     """
     machine = machine_kind()
     path = file_of(folder, machine)
@@ -37,12 +36,12 @@ def history_file(folder: Path) -> Path:
             path.open("ab").close()
             read_history(path, machine)
     except OSError as error:
-        raise _no_place(path, error) from error
+        raise _cannot_append(path, error) from error
     return path
 
 
 def machine_kind() -> Mapping[str, object]:
-    """What has to agree for times to be comparable: CPU, cores, GPUs, system."""
+    """Returns the properties that must agree for times to be comparable: CPU, cores, GPUs, system."""
     from dtbench.machine.host import describe_cpu
     from dtbench.machine.nvml import describe_gpus
 
@@ -57,14 +56,14 @@ def machine_kind() -> Mapping[str, object]:
 
 
 def file_of(folder: Path, machine: Mapping[str, object]) -> Path:
-    """The file of a kind of machine: a readable name and a hash."""
+    """Returns the path for a kind of machine: a readable name and a hash."""
     text = json.dumps(machine, sort_keys=True)
     words = re.sub(r"[^a-z0-9]+", "-", f"{machine.get('cpu')}-{machine.get('cores')}c".lower()).strip("-")
     return folder / f"{words[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.jsonl"
 
 
 def append(path: Path, report: Gate) -> bool:
-    """Appends head's times as one line, and says whether there were any: those that are not to be trusted are not kept.
+    """Appends head's times as one line, unless the gate is untrusted or has none. Returns whether a line was written.
 
     Raises:
         OutputError: the file cannot be written.
@@ -87,9 +86,9 @@ def append(path: Path, report: Gate) -> bool:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise _no_place(path, error) from error
+        raise _cannot_append(path, error) from error
     return True
 
 
-def _no_place(path: Path, error: OSError) -> OutputError:
+def _cannot_append(path: Path, error: OSError) -> OutputError:
     return OutputError(f"cannot append to {path}: {error.strerror or error}; give --history a folder")

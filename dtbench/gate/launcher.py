@@ -1,4 +1,4 @@
-"""The launches that a gate asks for: to count, and to time. What brings one down fails, the rest is launched again."""
+"""Makes the launches of a gate. A benchmark that ends a launch fails, and the others are launched again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dtbench.errors import ArmError, DtbenchError
 from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import CALL_S, Benchmark, Key, Listing, Order, Selection
+from dtbench.gate.benchmark import CALL_S, Benchmark, Key, Listing, Order, SuiteSelection
 from dtbench.gate.process import LATE, LaunchProcess, Round, await_ready, run_ranks, take_turns
 from dtbench.gate.schedule import ArmName, LaunchTimes, OutOfTimeError
 from dtbench.records.result import Result
@@ -30,7 +30,14 @@ _Results = dict[Key, Result]
 
 @dataclass(frozen=True)
 class Counted:
-    """What the counting launch of an arm gave: its benchmarks, what failed or was skipped and why, counters."""
+    """The result of an arm's counting launch.
+
+    Attributes:
+        listing: the arm's benchmarks.
+        bad: benchmark -> why it failed.
+        skipped: benchmark -> why it was skipped.
+        counters: benchmark -> its counters per call.
+    """
 
     listing: Listing
     bad: Mapping[Key, str] = field(default_factory=dict)
@@ -40,43 +47,58 @@ class Counted:
 
 @dataclass
 class Limits:
-    """timeout_s: of one launch. deadline: when the budget ends, on the monotonic clock."""
+    """Limits on the time of launches.
+
+    Attributes:
+        timeout_s: of one launch, seconds.
+        deadline: end of the budget on the monotonic clock, seconds.
+        budget: the budget as text, for messages.
+    """
 
     timeout_s: float
     deadline: float = math.inf
     budget: str = ""
 
     def left_s(self) -> float:
-        """What one launch may take now."""
+        """Returns the seconds that a launch may take from now."""
         return min(self.timeout_s, self.deadline - time.monotonic())
 
     def out_of_time(self) -> OutOfTimeError:
-        return OutOfTimeError(f"the budget of {self.budget} holds no further launch")
+        return OutOfTimeError(f"the budget of {self.budget} is too short for another launch")
 
     def reason(self, died: str) -> str:
-        """Why a launch did not end in order.
+        """Returns why a launch failed.
 
         Raises:
-            OutOfTimeError: it took longer than the budget.
+            OutOfTimeError: it exceeded the budget.
         """
         if died == LATE and time.monotonic() >= self.deadline:
             raise self.out_of_time()
-        return f"no end after {self.timeout_s:g} s (--launch-timeout)" if died == LATE else died
+        return f"not finished after {self.timeout_s:g} s (--launch-timeout)" if died == LATE else died
 
 
 class Launcher:
-    """Makes the launches of one gate; to be closed. folder: takes what they print."""
+    """Makes the launches of one gate; must be closed.
+
+    Args:
+        arms: "base" and "head".
+        selections: per arm.
+        options: of both arms' runs.
+        folder: for the output of launches.
+        limits: on the time of launches.
+        variables: set in every launch.
+    """
 
     def __init__(
         self,
         arms: Mapping[str, Arm],
-        selections: Mapping[str, tuple[Selection, ...]],
-        plan: RunOptions,
+        selections: Mapping[str, tuple[SuiteSelection, ...]],
+        options: RunOptions,
         folder: Path,
         limits: Limits,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self._arms, self._selections, self._plan, self._limits = arms, selections, plan, limits
+        self._arms, self._selections, self._options, self._limits = arms, selections, options, limits
         self._folder = folder.absolute()  # launches start elsewhere
         self._variables = dict(variables or {})
         self._call_s: dict[Key, float] = {}
@@ -86,10 +108,10 @@ class Launcher:
         self._prepared: list[Round] = []
         self._round: Round | None = None
         self._running: list[LaunchProcess] = []
-        self._longest_s = 0.0  # of launches that were made together
+        self._longest_s = 0.0  # of one group of launches
 
     def close(self) -> None:
-        """Leaves no process behind."""
+        """Ends all processes."""
         self._end_round()
         while self._prepared:
             self._prepared.pop().close()
@@ -97,29 +119,31 @@ class Launcher:
     # ---- counting ----
 
     def count(self, *names: str) -> list[Counted]:
-        """Lists the benchmarks of the arms and counts what one call of each does, all arms at once.
+        """Lists the benchmarks of the arms and counts the operations of one call of each, all arms in parallel.
 
         Raises:
-            ArmError: an arm cannot even list them.
+            ArmError: an arm cannot list its benchmarks.
             OutOfTimeError: the budget is spent.
         """
         listings = {name: Listing((), ()) for name in names}
         results: dict[str, _Results] = {name: {} for name in names}
         bad: dict[str, dict[Key, str]] = {name: {} for name in names}
-        left = list(names)
-        while left:
+        pending = list(names)
+        while pending:
             orders = []
-            for name in left:
+            for name in pending:
                 done = {b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]}
-                orders.append((name, Order("count", self._selections[name], self._plan, tuple(sorted(done)))))
+                orders.append(
+                    (name, Order("count", self._selections[name], self._options, tuple(sorted(done))))
+                )
             launches = self._started(orders)
             await_ready(launches, self._limits.timeout_s, self._limits.deadline)
-            for name, launch in zip(tuple(left), launches, strict=True):
+            for name, launch in zip(tuple(pending), launches, strict=True):
                 results[name] |= launch.results
                 if launch.listing is not None:
                     listings[name] = launch.listing
                 if not launch.died:
-                    left.remove(name)
+                    pending.remove(name)
                     continue
                 reason = self._limits.reason(launch.died)
                 blamed = [b.key for b in listings[name].benchmarks if b.label == launch.label]
@@ -148,18 +172,20 @@ class Launcher:
     # ---- timing ----
 
     def launch(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> list[LaunchTimes]:
-        """A launch of all the benchmarks per arm, in this order: a process for the simulated ones and the
-        control, and a world of ranks for the others. The processes are set up side by side and measure by turns.
+        """Launches the benchmarks once per arm, in this order.
+
+        One process measures the simulated benchmarks and the control; ranks are started for the others. The processes
+        are set up in parallel and measure in turns.
 
         Raises:
-            OutOfTimeError: the budget does not hold them.
+            OutOfTimeError: the budget is too short.
         """
         began = time.monotonic()
         bad: list[dict[Key, str]] = [{} for _ in arms]
         simulated = [b for b in benchmarks if b.world == "simulated"]
         while True:
             call_s = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
-            orders = [Order("time", self._selections[_side(arm)], self._plan, (), call_s) for arm in arms]
+            orders = [Order("time", self._selections[_side(arm)], self._options, (), call_s) for arm in arms]
             launches = self._started(list(zip(map(_side, arms), orders, strict=True)))
             await_ready(launches, self._limits.timeout_s, self._limits.deadline)
             if not any(launch.died for launch in launches):
@@ -169,10 +195,10 @@ class Launcher:
             blamed: set[Key] = set()
             for launch, of_arm in zip(launches, bad, strict=True):
                 if launch.died:
-                    left = [b.key for b in simulated if b.key not in launch.results]
-                    at = [b.key for b in simulated if b.label == launch.label] or left
-                    of_arm |= dict.fromkeys(at, self._limits.reason(launch.died))
-                    blamed |= set(at)
+                    missing = [b.key for b in simulated if b.key not in launch.results]
+                    blamed_keys = [b.key for b in simulated if b.label == launch.label] or missing
+                    of_arm |= dict.fromkeys(blamed_keys, self._limits.reason(launch.died))
+                    blamed |= set(blamed_keys)
             if not blamed:
                 break
             simulated = [b for b in simulated if b.key not in blamed]
@@ -191,7 +217,7 @@ class Launcher:
     # ---- processes ----
 
     def _started(self, orders: Sequence[tuple[str, Order]]) -> list[LaunchProcess]:
-        """Launches next to each other, in a round of their own: a side of the gate and an order each."""
+        """Starts one launch per side and order, in a new round."""
         self._end_round()
         if self._limits.deadline - time.monotonic() <= self._longest_s:
             raise self._limits.out_of_time()
@@ -212,23 +238,23 @@ class Launcher:
             self._running.pop().close()
 
     def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> _Results:
-        """One `dtbench run` of the selected suites of ranks."""
+        """Runs the selected suites of ranks once, with `dtbench run`."""
         if self._limits.deadline <= time.monotonic():
             raise self._limits.out_of_time()
-        side, plan = _side(arm), self._plan
+        side, run_options = _side(arm), self._options
         suites = list(dict.fromkeys(s.suite for s in self._selections[side]))
         stem = self._folder / f"{next(self._numbers):04d}-{arm}-ranks"
         file, log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
         options = {
             "-o": str(file),
-            "--device": plan.device_type,
-            "--mesh": format_mesh(plan.mesh),
-            "--nproc": str(plan.world_size),
-            "--impl": ",".join(plan.impls),
-            "--dtype": ",".join(plan.dtypes),
+            "--device": run_options.device_type,
+            "--mesh": format_mesh(run_options.mesh),
+            "--nproc": str(run_options.world_size),
+            "--impl": ",".join(run_options.impls),
+            "--dtype": ",".join(run_options.dtypes),
         }
-        if plan.sizes_chosen:
-            options["--size"] = ",".join(map(str, plan.sizes_bytes))
+        if run_options.sizes_chosen:
+            options["--size"] = ",".join(map(str, run_options.sizes_bytes))
         text = "\n".join(dict.fromkeys(shlex.quote(b.case_label) for b in benchmarks))
         if len(text) <= _MAX_FILTER_CHARS:
             options["--filter"] = text
@@ -236,10 +262,10 @@ class Launcher:
         died = run_ranks(self._arms[side], command, self._variables, log, self._limits.left_s())
         try:
             run = read_run(file)
-        except DtbenchError:  # an unreadable file is as good as none
+        except DtbenchError:
             run = None
         results = {r.case_key: r for r in run.results} if run else {}
-        if run is None or not run.complete:  # else cases may have failed: the file says which
+        if run is None or not run.complete:  # in a complete run, failed cases have results
             reason = self._limits.reason(LATE if died is None else died or "the launch wrote no results")
             bad |= {b.key: reason for b in benchmarks if b.key not in results}
         return {b.key: results[b.key] for b in benchmarks if b.key in results}
@@ -255,11 +281,11 @@ def _times_of(
     bad: dict[Key, str],
     samples_s: Mapping[Key, Sequence[float]],
 ) -> LaunchTimes:
-    wanted = {b.key: b for b in benchmarks}
+    by_key = {b.key: b for b in benchmarks}
     times: dict[Key, float] = {}
     for key, result in results.items():
         if result.status == "ok" and result.time_s is not None:
-            times[key] = getattr(result.time_s, wanted[key].estimator if key in wanted else "min")
-        elif key in wanted:
+            times[key] = getattr(result.time_s, by_key[key].estimator if key in by_key else "min")
+        elif key in by_key:
             bad[key] = f"{result.status}: {result.reason}"
     return LaunchTimes(times, bad, {key: samples for key, samples in samples_s.items() if key in times})

@@ -1,13 +1,12 @@
-"""The process that launches are forked off: it loads what all of them need, and each then loads its arm's code.
+"""The process from which launches are forked. It imports torch once; each launch then imports its arm's code.
 
-    gate ---> python -P -m dtbench.gate.loader FD     a fresh process for every round of launches
-                load torch and the harness; READY
-       ---> launch: fork, path and variables of one arm, set up; READY, wait for GO, a sample, READY, ...; ENDED
-       ---> launch: the same of another arm
+    gate ---> python -P -m dtbench.gate.loader FD     a new process for every round of launches
+                import torch and the harness; send READY
+       ---> launch: fork, set path and variables of one arm; READY, wait for GO, a sample, READY, ...; ENDED
+       ---> launch: the same for another arm
 
-Loading torch takes longer than measuring thirty benchmarks. Launches of one round share its luck, such as where its
-libraries lie in memory, so that it does not tell them apart; the next round draws anew. Of an arm nothing is
-loaded before the fork. Needs no torch itself.
+Importing torch takes longer than measuring thirty benchmarks. The launches of one round share the loader's memory
+layout, so it does not bias their comparison; every round has a new one. No code of an arm is imported before the fork.
 """
 
 from __future__ import annotations
@@ -25,43 +24,47 @@ from dtbench.gate.messages import ENDED, READY, LaunchRequest
 
 
 def main(argv: Sequence[str]) -> int:
-    """argv: the descriptor of the connection to the gate."""
+    """Forks launches on request until the gate closes the connection.
+
+    Args:
+        argv: the file descriptor of the connection.
+    """
     from dtbench.gate import worker
 
     connection = connection_at(argv[0])
     worker.load()
     gc.collect()
-    gc.freeze()  # what is collected later writes to no page of these
+    gc.freeze()  # later collections then do not copy the pages that launches share
     with contextlib.suppress(OSError):  # the gate may be gone
         connection.send((READY, 0))
     running: list[tuple[Fork, Connection]] = []
     while True:
         ready = wait([connection, *(fork.ended for fork, _ in running)])
-        for fork, own in [one for one in running if one[0].ended in ready]:
-            running.remove((fork, own))
-            with own, contextlib.suppress(OSError):
-                own.send((ENDED, fork.code()))
+        for fork, launch_connection in [entry for entry in running if entry[0].ended in ready]:
+            running.remove((fork, launch_connection))
+            with launch_connection, contextlib.suppress(OSError):
+                launch_connection.send((ENDED, fork.code()))
         if connection in ready:
             try:
                 request = LaunchRequest(*connection.recv())
-                own = receive_connection(connection)
+                launch_connection = receive_connection(connection)
             except (EOFError, OSError):  # the gate is gone
                 for fork, _ in running:
                     fork.end()
                 return 0
-            others = [connection, *(other for _, other in running)]
-            running.append((Fork(partial(_launch, request, own, others)), own))
+            inherited = [connection, *(launch for _, launch in running)]
+            running.append((Fork(partial(_launch, request, launch_connection, inherited)), launch_connection))
 
 
-def _launch(request: LaunchRequest, connection: Connection, others: Sequence[Connection]) -> int:
-    """In the fork: takes on the arm and carries out the order."""
+def _launch(request: LaunchRequest, connection: Connection, inherited: Sequence[Connection]) -> int:
+    """Runs in the fork: switches to the arm's path and variables, and carries out the order."""
     from dtbench.gate import worker
 
     log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    for other in others:
-        other.close()
+    for inherited_connection in inherited:
+        inherited_connection.close()
     shared = len(os.environ["PYTHONPATH"].split(os.pathsep))  # entries that the loader was started with
     sys.path[:shared] = request.path
     os.environ.update(request.env, PYTHONPATH=os.pathsep.join(request.path))

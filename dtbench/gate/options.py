@@ -10,7 +10,7 @@ from typing import Literal
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.errors import UsageError
 from dtbench.gate.arms import check_text
-from dtbench.gate.benchmark import Selection
+from dtbench.gate.benchmark import SuiteSelection
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
 from dtbench.suite.mesh import Mesh, ranks_of
@@ -22,8 +22,8 @@ class GateOptions:
 
     base: str
     head: str
-    selections: tuple[Selection, ...]
-    impls: tuple[str, ...] = ()  # to judge; empty is all
+    selections: tuple[SuiteSelection, ...]
+    impls: tuple[str, ...] = ()  # to compare; empty: all
     mesh: Mesh | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -45,19 +45,23 @@ class GateOptions:
             raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
         RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
 
-    def plan(self, gpus: int) -> RunOptions:
-        """What both arms measure. gpus: that an arm's torch finds."""
+    def run_options(self, gpus: int) -> RunOptions:
+        """Returns the options of both arms' runs.
+
+        Args:
+            gpus: number of GPUs that torch finds in both arms.
+        """
         device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
         if device == "cuda" and not gpus:
             raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
-        # Those of the impls to judge that `--impl` of a run chooses between, else both.
+        # A run always measures the references; `--impl` chooses only between core and torch.
         impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
         options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
         ranks = ranks_of(self.mesh) if self.mesh else self.nproc
         return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
 
-    def lacks(self, impls: Collection[str]) -> str:
-        """Why nothing is left to judge of benchmarks of these impls; "" where something is."""
+    def missing_impls(self, impls: Collection[str]) -> str:
+        """Returns why none of these impls is to be compared; "" if one is."""
         if not self.impls or {*self.impls} & {*impls}:
             return ""
         return f"the selection holds no benchmark of --impl {','.join(self.impls)}: it has {', '.join(sorted(impls))}"

@@ -1,11 +1,11 @@
-"""What a gate says: lines for people, JUnit, GitHub. Pure; names come from suites and are escaped."""
+"""Outputs of a gate: text for the terminal, JUnit, GitHub. Pure; names come from suites and are escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from dtbench.errors import plain
-from dtbench.gate.verdict import words_of
+from dtbench.gate.verdict import describe_counters
 from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.exports import Point, relative
 from dtbench.records.gate import Gate
@@ -13,59 +13,59 @@ from dtbench.text import junit as xml
 from dtbench.text import markdown as md
 from dtbench.text.units import NO_INTERVAL, format_seconds
 
-# So many benchmarks are listed whole; of more, those that pass are only counted.
+# With more benchmarks than this, those with the verdict "same" are only counted.
 LISTED = 60
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 
 
-def ordered(judged: Sequence[ComparedCase]) -> list[ComparedCase]:
-    """The gravest first."""
-    return sorted(judged, key=lambda j: j.verdict.gravity)
+def by_gravity(cases: Sequence[ComparedCase]) -> list[ComparedCase]:
+    """Sorts cases, the gravest verdict first."""
+    return sorted(cases, key=lambda j: j.verdict.gravity)
 
 
-def change_of(judged: ComparedCase) -> str:
-    """`+3.1% (at least +1.2%)`, `-0.2% (+1.0% at most)`, or nothing."""
-    effect = judged.effect
+def format_bounded_change(case: ComparedCase) -> str:
+    """Formats a change with its bound, e.g. `+3.1% (at least +1.2%)` or `-0.2% (+1.0% at most)`."""
+    effect = case.effect
     if effect is None:
         return ""
-    if judged.verdict is Verdict.SLOWER:
-        bound = NO_INTERVAL if judged.low is None else f"at least {judged.low - 1:+.1%}"
+    if case.verdict is Verdict.SLOWER:
+        bound = NO_INTERVAL if case.low is None else f"at least {case.low - 1:+.1%}"
     else:
-        bound = NO_INTERVAL if judged.high is None else f"{judged.high - 1:+.1%} at most"
+        bound = NO_INTERVAL if case.high is None else f"{case.high - 1:+.1%} at most"
     return f"{effect.ratio - 1:+.1%} ({bound})"
 
 
-def words(judged: ComparedCase) -> str:
-    """What a verdict rests on, in words."""
-    parts = [words_of(judged.counters)] if judged.counters else []
-    if judged.effect is not None:
-        parts.append(f"{change_of(judged)}, {judged.effect.pairs} pairs")
-    if judged.base_s is not None and judged.head_s is not None:
-        parts.append(f"{format_seconds(judged.base_s)} -> {format_seconds(judged.head_s)}")
-    if judged.reason:
-        parts.append(judged.reason)
+def describe(case: ComparedCase) -> str:
+    """Describes the figures that a verdict is based on."""
+    parts = [describe_counters(case.counters)] if case.counters else []
+    if case.effect is not None:
+        parts.append(f"{format_bounded_change(case)}, {case.effect.pairs} pairs")
+    if case.base_s is not None and case.head_s is not None:
+        parts.append(f"{format_seconds(case.base_s)} -> {format_seconds(case.head_s)}")
+    if case.reason:
+        parts.append(case.reason)
     return "; ".join(parts)
 
 
 def lines(report: Gate) -> list[str]:
-    """For a terminal."""
-    shown = ordered(report.benchmarks)
+    """Returns the text for a terminal."""
+    shown = by_gravity(report.benchmarks)
     hidden = report.count(Verdict.SAME) if len(shown) > LISTED else 0
     if hidden:
         shown = [j for j in shown if j.verdict is not Verdict.SAME]
     return [
-        *(f"{j.verdict:<12}  {plain(j.label)}\n{'':14}{plain(words(j))}" for j in shown),
+        *(f"{j.verdict:<12}  {plain(j.label)}\n{'':14}{plain(describe(j))}" for j in shown),
         *([f"{Verdict.SAME:<12}  {hidden} more"] if hidden else []),
         *report.checks,
-        *(f"UNTRUSTED: {plain(reason)}: no verdict by time holds" for reason in report.trust.reasons),
+        *(f"UNTRUSTED: {plain(reason)}: verdicts by time do not hold" for reason in report.trust.reasons),
         *(f"note: {plain(note)}" for note in report.notes),
         report.sentence,
     ]
 
 
 def points_of(report: Gate) -> list[Point]:
-    """Head's estimates, for other tools; bounds are those of the change times base's estimate."""
-    points = (relative(j, j.verdict, words(j)) for j in report.benchmarks if j.effect is not None)
+    """Returns head's estimates for other tools. Bounds are those of the change, times base's estimate."""
+    points = (relative(j, j.verdict, describe(j)) for j in report.benchmarks if j.effect is not None)
     return [point for point in points if point is not None]
 
 
@@ -79,15 +79,18 @@ _JUNIT: dict[Verdict, xml.Outcome] = {
 
 
 def junit(report: Gate) -> str:
-    """A testcase per benchmark: regressions fail; what failed, is missing or cannot be trusted is an error;
-    what is undecided is skipped."""
+    """Returns one JUnit test case per benchmark.
+
+    Slower benchmarks fail, failed and missing ones are errors, and inconclusive ones are skipped. An untrusted run
+    is one more error.
+    """
     fine = [Verdict.NEW] if report.allow_new else []
     cases = [
         xml.Testcase(
             j.suite,
             j.label,
             "passed" if j.verdict in fine else _JUNIT.get(j.verdict, "passed"),
-            f"{j.verdict}: {words(j)}",
+            f"{j.verdict}: {describe(j)}",
         )
         for j in report.benchmarks
     ]
@@ -99,33 +102,33 @@ def junit(report: Gate) -> str:
 
 
 def markdown(report: Gate) -> str:
-    """The summary of a job: the sentence, a table of what is not plainly fine, the rest folded away."""
-    first = [j for j in ordered(report.benchmarks) if j.verdict is not Verdict.SAME]
-    rest = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
+    """Returns the summary for a CI job: the result, a table of the changes, and the unchanged benchmarks collapsed."""
+    first = [j for j in by_gravity(report.benchmarks) if j.verdict is not Verdict.SAME]
+    passed = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
     lines = [f"### {md.escaped(report.sentence)}", ""]
     lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
     lines += [f"- {md.escaped(note)}" for note in (*report.checks, *report.notes)]
     lines += ["", *_table(first)] if first else []
-    if rest:
+    if passed:
         lines += [
             "",
-            f"<details><summary>{len(rest)} {Verdict.SAME}</summary>",
+            f"<details><summary>{len(passed)} {Verdict.SAME}</summary>",
             "",
-            *_table(rest),
+            *_table(passed),
             "",
             "</details>",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _table(judged: Sequence[ComparedCase]) -> list[str]:
+def _table(cases: Sequence[ComparedCase]) -> list[str]:
     rows = []
-    for j in judged[:SUMMARY_ROWS]:
+    for j in cases[:SUMMARY_ROWS]:
         times = ["" if t is None else format_seconds(t) for t in (j.base_s, j.head_s)]
-        why = "; ".join(part for part in (words_of(j.counters), j.reason) if part)
-        rows.append([j.verdict, j.label, *times, change_of(j), why])
-    if len(judged) > SUMMARY_ROWS:
-        rows.append(["", f"and {len(judged) - SUMMARY_ROWS} more", "", "", "", ""])
+        why = "; ".join(part for part in (describe_counters(j.counters), j.reason) if part)
+        rows.append([j.verdict, j.label, *times, format_bounded_change(j), why])
+    if len(cases) > SUMMARY_ROWS:
+        rows.append(["", f"and {len(cases) - SUMMARY_ROWS} more", "", "", "", ""])
     numeric = ("base", "head", "change")
     head = ("verdict", "benchmark", *numeric, "why")
     return md.table(head, [[md.escaped(cell) for cell in row] for row in rows], numeric)

@@ -1,4 +1,4 @@
-"""Launches as processes, seen from the gate: they are set up side by side and measure in turn, a sample at a time."""
+"""Launches as processes, seen from the gate. They are set up in parallel and measure in turns, one sample at a time."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from dtbench.gate.benchmark import Key, Listing, Order
 from dtbench.gate.messages import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
 from dtbench.records.result import Result
 
-# What belongs to the job that the gate runs in, not to a launch.
-_OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_OF_THE_JOB_PREFIXES = (
+# Variables of the job that the gate runs in, which launches must not inherit.
+_JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_JOB_PREFIXES = (
     "TORCHELASTIC_",
     "PYTEST_",
     *(f"DTBENCH_{name}" for name in ("LAUNCH", "OUTPUT")),
 )
 
-LATE = "it took too long"
+LATE = "timeout"
 Variables = Mapping[str, str]  # of the environment, by name
 
 
 class Round:
-    """The processes that launches next to each other are forked off, until it is closed.
+    """The loaders of one group of launches; must be closed.
 
-    log: how the files begin that take what these print. cpu: on which launches measure, -1 for any. Of two processes
-    each tends to stay on its own, and one may be slower than the other for seconds: where nothing held them, ratios of
-    samples taken together scattered twice as much.
+    All launches of a round measure on one CPU. Processes on different CPUs stay there, and one CPU may be slower for
+    seconds: without pinning, the ratios of simultaneous samples scattered twice as much.
+
+    Args:
+        log: common prefix of the loaders' log files.
+        cpu: on which launches measure, -1 for any.
     """
 
     def __init__(self, arms: Iterable[Arm], variables: Variables, log: Path, cpu: int) -> None:
@@ -43,39 +46,39 @@ class Round:
         self._loaders: dict[object, Loader] = {}
         with contextlib.ExitStack() as started:
             for arm in arms:
-                if arm.loads_as not in self._loaders:
+                if arm.loader_key not in self._loaders:
                     file = log.with_name(f"{log.name}-loader{len(self._loaders)}.log")
-                    loader = self._loaders[arm.loads_as] = Loader(arm, variables, file)
+                    loader = self._loaders[arm.loader_key] = Loader(arm, variables, file)
                     started.callback(loader.close)
             self._started = started.pop_all()
 
     def await_loaded(self, limit_s: float) -> None:
-        """Returns when all is loaded, or that takes too long: nothing is to load beside what is measured."""
+        """Waits until all loaders have imported torch, at most `limit_s`; imports would disturb measurements."""
         deadline = time.monotonic() + limit_s
         for loader in self._loaders.values():
             loader.await_loaded(deadline)
 
     def start(self, arm: Arm, order: Order, log: Path) -> LaunchProcess:
-        return self._loaders[arm.loads_as].fork(arm, order, log, self._cpu)
+        return self._loaders[arm.loader_key].fork(arm, order, log, self._cpu)
 
     def close(self) -> None:
-        """Ends them and what was forked off them."""
+        """Ends the loaders and their launches."""
         self._started.close()
 
 
 class Loader:
-    """A process that loads and forks, in a session of its own with its launches."""
+    """A loader process, in a session of its own with its launches."""
 
     def __init__(self, arm: Arm, variables: Variables, log: Path) -> None:
         self._log, self._loaded = log, False
-        path = arm.path if arm.alone else arm.path[:1]  # the harness alone where others share it
+        path = arm.path if arm.loads_own_modules else arm.path[:1]  # a shared loader imports only the harness
         env = environment_of(variables, arm.env_for_loading, path)
         with log.open("wb") as out:
             command = [arm.python, "-P", "-m", "dtbench.gate.loader"]
             self._program = StartedProgram(command, out=out, cwd=arm.root, env=env, connected=True)
 
     def await_loaded(self, deadline: float) -> None:
-        """Returns when it has loaded, when it has ended, or at the deadline."""
+        """Waits until it has imported torch or ended, at most until the deadline."""
         with contextlib.suppress(OSError, EOFError):
             if not self._loaded and self._program.connection.poll(seconds_until(deadline)):
                 self._loaded = self._program.connection.recv() == (READY, 0)
@@ -83,34 +86,40 @@ class Loader:
     def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> LaunchProcess:
         encoded = msgspec.msgpack.encode(order)
         request = LaunchRequest(encoded, str(log), str(arm.root), arm.path, dict(arm.env))
-        ours, theirs = Pipe()
-        with theirs, contextlib.suppress(OSError):  # it has ended: so has the launch
+        gate_end, launch_end = Pipe()
+        with launch_end, contextlib.suppress(OSError):  # the loader has ended, which `receive` reports
             self._program.connection.send(tuple(request))
-            send_connection(self._program.connection, theirs)
-        return LaunchProcess(ours, cpu, log, lambda: _end_of(self._program.wait() or 0, self._log))
+            send_connection(self._program.connection, launch_end)
+        return LaunchProcess(gate_end, cpu, log, lambda: _end_of(self._program.wait() or 0, self._log))
 
     def close(self) -> None:
-        """Ends it, with what was forked off it."""
+        """Ends the loader and its launches."""
         self._program.end()
         _remove_if_empty(self._log)
 
 
 class LaunchProcess:
-    """One launch, from the start of its process to its end.
+    """A launch, from the start of its process to its end.
 
-    label: of the benchmark it is at. results: by key, as they come. number: of the sample that is next, among those of
-    its benchmark. died: how it ended, "" if in order, None while it runs.
+    Attributes:
+        label: the benchmark that it is running.
+        listing: of a counting launch, the arm's benchmarks.
+        results: received so far, by key.
+        number: index of the next sample of its benchmark.
+        ready: whether it waits for its turn.
+        died: why it failed, "" after a normal end, None while it runs.
+        used_s: seconds spent in its turns.
     """
 
-    def __init__(self, connection: Connection, cpu: int, log: Path, of_loader: Callable[[], str]) -> None:
-        self.connection, self._cpu, self._log, self._of_loader = connection, cpu, log, of_loader
+    def __init__(self, connection: Connection, cpu: int, log: Path, loader_end: Callable[[], str]) -> None:
+        self.connection, self._cpu, self._log, self._loader_end = connection, cpu, log, loader_end
         self.label = ""
         self.listing: Listing | None = None
         self.results: dict[Key, Result] = {}
         self.number = 0
         self.ready = False
         self.died: str | None = None
-        self.used_s = 0.0  # by its turns
+        self.used_s = 0.0
 
     def close(self) -> None:
         self.connection.close()
@@ -118,36 +127,38 @@ class LaunchProcess:
 
     def receive(self) -> None:
         try:
-            what, value = self.connection.recv()
-            if what == LISTING:
+            kind, value = self.connection.recv()
+            if kind == LISTING:
                 self.listing = msgspec.msgpack.decode(value, type=Listing)
-            elif what == RESULT:
+            elif kind == RESULT:
                 result = msgspec.msgpack.decode(value, type=Result)
                 self.results[result.case_key] = result
-            elif what == NOW:
+            elif kind == NOW:
                 self.label = value
-            elif what == READY:
+            elif kind == READY:
                 self.ready, self.number = True, value
-            elif what == ENDED:
+            elif kind == ENDED:
                 self.died = _end_of(value, self._log) if value else ""
         except msgspec.MsgspecError as error:
-            self.died = f"the launch gave no {what} of this harness: {error}"
+            self.died = f"the launch sent a malformed {kind}: {error}"
         except (EOFError, OSError):
-            self.died = self._of_loader()
+            self.died = self._loader_end()
 
     def go(self) -> None:
         self.ready = False
-        with contextlib.suppress(OSError):  # its end is met by `receive`
+        with contextlib.suppress(OSError):  # `receive` reports the end of the launch
             self.connection.send((GO, self._cpu))
 
 
 def await_ready(launches: Sequence[LaunchProcess], limit_s: float, deadline: float) -> None:
-    """Returns when each waits for its turn or has ended; one that takes longer has ended so."""
+    """Waits until each launch is ready for its turn or has ended; a launch that exceeds the limit has died."""
     limit = min(time.monotonic() + limit_s, deadline)
-    while running := {one.connection: one for one in launches if one.died is None and not one.ready}:
+    while running := {
+        launch.connection: launch for launch in launches if launch.died is None and not launch.ready
+    }:
         arrived = wait(list(running), seconds_until(limit))
         for connection in arrived:
-            running[connection].receive()  # type: ignore[index] # of other kinds there are none
+            running[connection].receive()  # type: ignore[index] # wait returns the given connections
         if not arrived:
             for launch in running.values():
                 launch.died = LATE
@@ -155,10 +166,13 @@ def await_ready(launches: Sequence[LaunchProcess], limit_s: float, deadline: flo
 
 
 def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: float) -> None:
-    """Has them measure by turns until all have ended in order, or one has not. limit_s: for the turns of each.
+    """Lets the launches measure in turns until all have ended, or one has died.
 
-    Each is as often the first as the others: that one is slower, by 1% where calls are warm and by 3 where they are
-    not, as those after it find in the caches what they share with it.
+    Each launch goes first equally often: the first is 1% slower with warm calls and 3% slower with cold ones, since the
+    others find shared data in the caches.
+
+    Args:
+        limit_s: for all turns of one launch, seconds.
     """
     while going := [launch for launch in launches if launch.died is None]:
         rounds, first = divmod(going[0].number, len(going))
@@ -172,21 +186,21 @@ def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: floa
                 return
 
 
-def environment_of(variables: Variables, of_arm: Variables, path: Sequence[str]) -> dict[str, str]:
-    """The variables of a launch: those of the gate, without what belongs to its job, and the arm's."""
+def environment_of(variables: Variables, arm_variables: Variables, path: Sequence[str]) -> dict[str, str]:
+    """Returns the environment of a launch: the gate's without the variables of its job, and the arm's."""
     env = {
         name: value
         for name, value in os.environ.items()
-        if name not in _OF_THE_JOB and not name.startswith(_OF_THE_JOB_PREFIXES)
+        if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
     }
     env.setdefault("OMP_NUM_THREADS", "1")
-    return env | {"PYTHONPATH": os.pathsep.join(path)} | dict(of_arm) | dict(variables)
+    return env | {"PYTHONPATH": os.pathsep.join(path)} | dict(arm_variables) | dict(variables)
 
 
 def run_ranks(
     arm: Arm, arguments: Sequence[str], variables: Variables, log: Path, limit_s: float
 ) -> str | None:
-    """`dtbench ARGUMENTS` of an arm, which starts ranks: how it ended, "" if in order, None if it took too long."""
+    """Runs `dtbench ARGUMENTS` in an arm. Returns "" after a normal end, why it failed, or None after a timeout."""
     command = [arm.python, "-P", "-m", "dtbench", *arguments]
     env = environment_of(variables, arm.env, arm.path)
     with log.open("wb") as out, StartedProgram(command, out=out, cwd=arm.root, env=env) as program:
@@ -195,7 +209,7 @@ def run_ranks(
 
 
 def _end_of(code: int, log: Path) -> str:
-    """How a process ended, and the last line it printed."""
+    """Describes how a process ended, with the last line that it printed."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - 2**16, 0))
         return f"the launch {describe_exit(code)}: {plain(last_line(file.read().decode(errors='replace')))}"

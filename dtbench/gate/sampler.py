@@ -1,9 +1,9 @@
 """Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
 
-On a shared machine a core is slower by half while its neighbour works, for milliseconds or for many seconds. So the
-launches that are compared take each sample in turn, on one CPU and within a few milliseconds of each other, where they
-mostly meet the same; what counts is the ratio of two that were taken together. Between two samples of one benchmark
-lie those of all the others: what a neighbour does for a moment meets few of them.
+On a shared machine, a core can be slower by half for milliseconds or seconds while its neighbour works. So compared
+launches take each sample in turns, on one CPU and within a few milliseconds, usually under the same conditions; their
+ratio is compared. The samples of one benchmark are separated by those of all others, so that a short disturbance
+affects few of them.
 """
 
 from __future__ import annotations
@@ -23,27 +23,33 @@ from dtbench.suite import Case, World
 from dtbench.suite.case import Instrument
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
-# A sample is the fastest of so many takes: the first meets caches that others have filled. Of one take each, thrice as
-# many, the ratios of ops that last 20 to 50 us scattered by 5% instead of 2.
+# A sample is the fastest of this many takes: the first finds caches filled by other benchmarks. With three times as
+# many samples of one take each, the ratios of ops of 20 to 50 us scattered by 5% instead of 2%.
 TAKES = 3
-# Takes of slow calls hold fewer of them: samples that are taken together are to lie close to each other. Of takes a
-# quarter as long the ratios of the same ops scattered by half as much again.
+# Upper bound of a take's duration, so that samples taken together are close in time. With takes a quarter as long, the
+# ratios of the same ops scattered 1.5 times as much.
 TAKE_S = 1e-3
-# One benchmark's takes together, so that slow ones do not make a launch long.
+# Upper bound for all takes of one benchmark, so that slow benchmarks do not prolong a launch.
 SAMPLES_S = SAMPLES * TAKES * TAKE_S
-# Launches of few benchmarks take more samples of each, up to so many times as many: beside setting them up it costs
-# nothing, and what scatters needs fewer pairs.
+# Launches of fewer benchmarks take more samples of each, up to this factor: that costs little compared with the setup,
+# and fewer pairs are needed.
 FEW_BENCHMARKS = 16
-# Before a sample others had the core: calls are thrown away for so long, where they may be repeated at will.
+# Unmeasured calls before each sample, seconds, as the caches hold data of other benchmarks.
 WARMUP_S = 2e-4
 WARMUP_CALLS = 20
-# So many benchmarks are alive at a time.
+# Benchmarks that are set up at a time.
 GROUP = 200
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a benchmark is sampled, in both arms alike: samples, each the fastest of so many takes of so many calls."""
+    """The sampling of a benchmark, the same in both arms.
+
+    Attributes:
+        samples: number of samples.
+        takes: per sample, of which the fastest counts.
+        calls: per take.
+    """
 
     samples: int
     takes: int
@@ -51,10 +57,13 @@ class Sampling:
 
 
 def sampling_for(case: Case, call_s: float, benchmarks: int) -> Sampling:
-    """How a case is sampled in a launch of so many benchmarks.
+    """Returns the sampling of a case.
 
-    call_s: what one call takes, seconds, roughly. A case with a number of samples of its own gets at least these, of
-    as many calls as it says.
+    A case with a fixed number of samples gets at least these, with its own number of calls.
+
+    Args:
+        call_s: rough time of one call, seconds.
+        benchmarks: number of benchmarks in the launch.
     """
     calls = case.calls_per_sample
     if case.samples is None:
@@ -67,42 +76,46 @@ def sampling_for(case: Case, call_s: float, benchmarks: int) -> Sampling:
 
 
 def warm_up_calls(case: Case) -> int:
-    """How many calls are thrown away before a case is sampled or counted."""
+    """Returns the number of unmeasured calls before a case is sampled or counted."""
     return max(case.warmup_calls, WARMUP_CALLS if case.samples is None else 0)
 
 
-Wanted = tuple[Task, str, Sampling]  # a benchmark (task and impl), and how it is sampled
+SampledBenchmark = tuple[Task, str, Sampling]  # task, impl and sampling
 
 
 def measure_in_turns(
-    wanted: Sequence[Wanted],
+    benchmarks: Sequence[SampledBenchmark],
     world: World,
     clocks: Mapping[Instrument, Clock],
     starting: Callable[[str], None],
     await_turn: Callable[[int], None] = lambda _number: None,
 ) -> Iterator[Result]:
-    """Results of the benchmarks, in their order.
+    """Yields the results of the benchmarks, in order.
 
-    starting: called with a benchmark's label before anything of it runs. await_turn: called before each sample with
-    its number among those of the benchmark, also where that has failed, so that launches of the same benchmarks stay
-    in step. What is measured first is set up before: that takes longer than the samples, and may be done beside
+    The first group is set up before the first turn: setup takes longer than sampling, and may run in parallel with
     other launches.
+
+    Args:
+        benchmarks: to measure.
+        starting: called with a benchmark's label before its code runs.
+        await_turn: called before each sample with its index. It is called for failed benchmarks, too, so that launches
+            of the same benchmarks stay in step.
     """
-    for first in range(0, len(wanted), GROUP):
-        group = wanted[first : first + GROUP]
+    for first in range(0, len(benchmarks), GROUP):
+        group = benchmarks[first : first + GROUP]
         schedule = _InTurns(group, clocks, starting, await_turn)
         measure(schedule.subjects, world, schedule)
         for (task, impl, _), subject, taken_s in zip(group, schedule.subjects, schedule.taken_s, strict=True):
-            good = ImplOutcome("ok", samples_s=tuple(taken_s))
-            yield to_result(task, impl, ImplOutcome(*subject.failure) if subject.failure else good)
+            outcome = ImplOutcome("ok", samples_s=tuple(taken_s))
+            yield to_result(task, impl, ImplOutcome(*subject.failure) if subject.failure else outcome)
 
 
 class _InTurns(SamplingSchedule):
-    """The schedule of a gate's launch: a fixed number of samples of each benchmark, spread over the whole."""
+    """The schedule of a timed launch: a fixed number of samples per benchmark, spread over the launch."""
 
     def __init__(
         self,
-        group: Sequence[Wanted],
+        group: Sequence[SampledBenchmark],
         clocks: Mapping[Instrument, Clock],
         starting: Callable[[str], None],
         await_turn: Callable[[int], None],
@@ -122,21 +135,21 @@ class _InTurns(SamplingSchedule):
     def sample(self) -> None:
         gc.collect()
         gc.freeze()
-        for at, number in self._in_order():
+        for index, number in self._in_order():
             self._await_turn(number)
-            self.subjects[at].attempt(partial(self._sample, at))
+            self.subjects[index].attempt(partial(self._sample, index))
 
     def _in_order(self) -> Iterator[tuple[int, int]]:
-        """Whose sample is next, and which: each has its own spread evenly over the whole."""
+        """Yields (benchmark, sample) indices, the samples of each benchmark spread evenly over the launch."""
         rounds = max(sampling.samples for sampling in self._samplings)
         for turn in range(rounds):
-            for at, sampling in enumerate(self._samplings):
+            for index, sampling in enumerate(self._samplings):
                 number = sampling.samples * turn // rounds
                 if sampling.samples * (turn + 1) // rounds > number:
-                    yield at, number
+                    yield index, number
 
-    def _sample(self, at: int) -> None:
-        subject, sampling = self.subjects[at], self._samplings[at]
+    def _sample(self, index: int) -> None:
+        subject, sampling = self.subjects[index], self._samplings[index]
         workload, clock = subject.workload, self._clocks[subject.case.instrument]
         if workload.before is None:
             end = time.perf_counter() + WARMUP_S
@@ -148,4 +161,4 @@ class _InTurns(SamplingSchedule):
             subject.prepare()
             clock.settle(cold=False)
             takes.append(clock.measure(workload.run, sampling.calls))
-        self.taken_s[at].append(min(takes))
+        self.taken_s[index].append(min(takes))

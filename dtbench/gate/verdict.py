@@ -1,7 +1,7 @@
-"""From pairs of launches to verdicts. Pure: what the numbers say, by exact tests.
+"""Verdicts from pairs of launches, by exact tests. Pure.
 
-Nearly all variance of a host latency lies between processes, so a launch is one observation, however many samples
-it holds; and sittings drift (1.6% in a quarter of an hour with no change), so only neighbours are compared.
+Nearly all variance of a host latency lies between processes, so a launch is one observation, however many samples it
+has. Times drift by 1.6% in a quarter of an hour without any change, so only launches made together are compared.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dtbench.records.gate import GateCode, Trust
 from dtbench.stats import FLOORS, MAX_P, Effect, change_threshold, suite_drifts
 from dtbench.text.units import format_change
 
-# What a screen lets pass: three quarters of the change that matters, 1.5% where that is 2%.
+# The screen passes at most this share of the change that counts: 1.5% if that is 2%.
 SCREEN_SHARE = 0.75
-# Beyond this, a control or an arm against itself has moved, if every pair (or nearly) says so.
+# A control, or base against itself, has moved if it changes by more than this in nearly every pair.
 TRUST_CHANGE = 0.01
 TRUST_P = 0.04  # one-sided: five pairs that all agree have 1/32
-# Beyond this it has moved even if the pairs scatter: a machine that does so to what nobody touched shows nothing. Base
-# against itself was 6 % off on one, and an unchanged benchmark was called faster.
+# Beyond this it has moved even if the pairs scatter. On one machine base against itself was off by 6 %, and an
+# unchanged benchmark was called faster.
 TRUST_SCATTER = 0.03
 
 
 def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
     """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
-    matters = change_threshold(base_s, benchmark.floor_s)
-    return effect.ratio <= 1 + share * matters and effect.high < 1 + max(benchmark.tolerance, matters)
+    threshold = change_threshold(base_s, benchmark.floor_s)
+    return effect.ratio <= 1 + share * threshold and effect.high < 1 + max(benchmark.tolerance, threshold)
 
 
-def judged(
+def compared_case(
     benchmark: Benchmark,
     verdict: Verdict,
     reason: str = "",
@@ -41,8 +41,13 @@ def judged(
     alpha: float | None = None,
     counters: Mapping[str, Counts] | None = None,
 ) -> ComparedCase:
-    """One benchmark's end. figures: the effect of the pairs that decided, base's and head's seconds. counters: what
-    rose."""
+    """Returns the record of a decided benchmark.
+
+    Args:
+        figures: the effect of the deciding pairs, and the seconds per call of base and head.
+        alpha: level of the test.
+        counters: those that rose.
+    """
     suite, name, impl, params = benchmark.key
     effect, base_s, head_s = figures
     return ComparedCase(
@@ -81,27 +86,26 @@ def _change(effect: Effect, alpha: float | None) -> Change:
     )
 
 
-# What a call does, as `counting` and the suites' workloads count it. Times among a workload's counters
-# are no counts and are not gated.
-_OF_CALLS = ("collectives", "collective_bytes", "allocations", "allocated_bytes", "python_calls")
-HARD_COUNTERS = (*_OF_CALLS, "bytes_copied", "peak_bytes")
+# Counters of `counting` and of the suites' workloads. Other counters of a workload, such as times, are not gated.
+_CALL_COUNTERS = ("collectives", "collective_bytes", "allocations", "allocated_bytes", "python_calls")
+HARD_COUNTERS = (*_CALL_COUNTERS, "bytes_copied", "peak_bytes")
 
 
 def rises(
     base: Mapping[str, float], head: Mapping[str, float], ignored: frozenset[str] = frozenset()
 ) -> dict[str, Counts]:
-    """The hard counters that head has more of."""
+    """Returns the hard counters that are larger in head."""
     shared = [name for name in HARD_COUNTERS if name in base and name in head and name not in ignored]
     return {name: Counts(base[name], head[name]) for name in shared if head[name] > base[name]}
 
 
-def words_of(counters: Mapping[str, Counts]) -> str:
-    """`python_calls 41 -> 43`."""
-    return ", ".join(f"{name} {of.base:g} -> {of.head:g}" for name, of in counters.items())
+def describe_counters(counters: Mapping[str, Counts]) -> str:
+    """Formats counters, e.g. `python_calls 41 -> 43`."""
+    return ", ".join(f"{name} {counts.base:g} -> {counts.head:g}" for name, counts in counters.items())
 
 
 def has_moved(effect: Effect | None) -> bool:
-    """Whether something that stayed the same seems to have changed: by more than 1% and not by chance, or by 3%."""
+    """Whether an unchanged benchmark changed by more than 1% beyond chance, or by more than 3%."""
     if effect is None:
         return False
     change = math.exp(abs(math.log(effect.ratio))) - 1
@@ -112,17 +116,27 @@ def has_moved(effect: Effect | None) -> bool:
 def trust_of(
     control: Effect | None, null: Effect | None, measured: bool, ratios: Sequence[float] = ()
 ) -> Trust:
-    """The verdict on the whole run. measured: whether any benchmark was timed. ratios: head over base of each."""
+    """Returns whether the times of the whole run can be trusted.
+
+    Args:
+        control: the effect on the control benchmarks.
+        null: the effect of base against itself.
+        measured: whether any benchmark was timed.
+        ratios: head / base of each benchmark.
+    """
     reasons: list[str] = []
     for name, effect in (
-        ("the control, which no arm touches,", control),
+        ("the control, whose code is the same in both arms,", control),
         ("base, measured against itself,", null),
     ):
         if effect is not None and has_moved(effect):
             reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
     if control is not None and has_moved(control):
         drifts = suite_drifts([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
-        reasons += [f"the machine drifted: all is {format_change(by)} in head" for by in drifts.values()]
+        reasons += [
+            f"the machine drifted: all is {format_change(description)} in head"
+            for description in drifts.values()
+        ]
     if measured and control is None and null is None:
         reasons.append("neither the control nor base against itself was measured")
     return Trust(
@@ -137,7 +151,7 @@ def trust_of(
 def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: bool = False) -> GateCode:
     """1 a regression, 5 a failure, 4 missing, 3 undecided or not to be trusted, 0 all judged and none slower.
 
-    A machine that cannot be trusted takes back what its times say, not what was counted.
+    Counters hold even if the times cannot be trusted.
     """
     counted = any(j.verdict is Verdict.SLOWER and j.stage == "counters" for j in judged)
     verdicts = {j.verdict for j in judged}
@@ -149,7 +163,7 @@ def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: boo
         return errors.EXIT_NOTHING
     if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
         return errors.EXIT_INCONCLUSIVE
-    # Where nothing was judged there is no reason to be content.
+    # A gate without verdicts does not pass.
     if not verdicts & {Verdict.SAME, Verdict.FASTER}:
         return errors.EXIT_NOTHING
     return errors.EXIT_OK

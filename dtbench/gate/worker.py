@@ -1,8 +1,8 @@
-"""One launch of an arm: what `loader` loads for all of them, and what each does then.
+"""A launch of an arm.
 
-An order of the mode "count" lists the selected benchmarks and counts what one call of each does; "time"
-samples the benchmarks it names a fixed number of times and nothing else, by turns. Simulated suites
-only: those of ranks are measured by `dtbench run`, which the gate starts beside it.
+An order of mode "count" lists the selected benchmarks and counts the operations of one call of each. An order of mode
+"time" takes a fixed number of samples of the benchmarks it names, in turns. Only simulated suites run here: the gate
+measures suites of ranks with `dtbench run`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
-from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, Selection, label_of
+from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, SuiteSelection, label_of
 from dtbench.gate.messages import LISTING, NOW, READY, RESULT
 from dtbench.records.result import Result, estimator_of
 from dtbench.suite import RunOptions, registry
 
 
 def load() -> None:
-    """Loads what a launch of any arm needs, and nothing of an arm."""
+    """Imports the modules that every launch needs, and none that an arm can replace."""
     silence_torch()
     import torch.distributed.tensor
     import torch.profiler
@@ -35,67 +35,71 @@ def load() -> None:
 
 
 def main(order: bytes, connection: Connection) -> int:
-    """Carries out an order; 0, or 2 with one line on stderr."""
+    """Carries out an order. Returns 0, or 2 after one line on stderr."""
     from dtbench.engine.ranks import select_device, simulated_world
 
-    wanted = msgspec.msgpack.decode(order, type=Order)
+    decoded = msgspec.msgpack.decode(order, type=Order)
     gate = GateConnection(connection)
     try:
-        with simulated_world(select_device(wanted.plan.device_type, 0)) as world:
-            (_count if wanted.mode == "count" else _time)(wanted, gate, world)
+        with simulated_world(select_device(decoded.options.device_type, 0)) as world:
+            (_count if decoded.mode == "count" else _time)(decoded, gate, world)
     except DtbenchError as error:
         print(str(error), file=sys.stderr)  # noqa: T201 - the gate reads it
         return EXIT_USAGE
     return EXIT_OK
 
 
-def problems_of(asked: bytes, gpus: int) -> list[str]:
-    """Why each selection of a gate has no benchmark, "" where it has some. asked: its `GateOptions`, for this arm."""
+def selection_problems(encoded_options: bytes, gpus: int) -> list[str]:
+    """Returns for each selection the reason why it has no benchmark, "" if it has some.
+
+    Args:
+        encoded_options: `GateOptions` for this arm, as JSON.
+    """
     from dtbench.gate.options import GateOptions
 
-    options = msgspec.json.decode(asked, type=GateOptions)
-    found = [selected([selection], options.plan(gpus)) for selection in options.selections]
+    options = msgspec.json.decode(encoded_options, type=GateOptions)
+    selected_tasks = [selected([selection], options.run_options(gpus)) for selection in options.selections]
     return [
-        "".join(problems) or options.lacks({impl for task in tasks for impl in task.impls})
-        for tasks, problems in found
+        "".join(problems) or options.missing_impls({impl for task in tasks for impl in task.impls})
+        for tasks, problems in selected_tasks
     ]
 
 
 class GateConnection:
-    """What a launch tells its gate."""
+    """A launch's end of the connection to its gate."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._label = ""
 
     def at(self, label: str) -> None:
-        """The benchmark whose code runs next: the gate names it where the launch dies."""
+        """Reports the benchmark whose code runs next, which the gate names if the launch dies."""
         if label != self._label:
             self._label = label
             self._connection.send((NOW, label))
 
-    def send(self, what: str, value: Listing | Result) -> None:
-        self._connection.send((what, msgspec.msgpack.encode(value)))
+    def send(self, kind: str, value: Listing | Result) -> None:
+        self._connection.send((kind, msgspec.msgpack.encode(value)))
 
     def await_turn(self, number: int) -> None:
-        """Returns when it is this launch's turn to take its sample of this number, on the CPU that the gate names."""
+        """Waits for this launch's turn to take the sample of this number, on the CPU that the gate chooses."""
         try:
             self._connection.send((READY, number))
             _, cpu = self._connection.recv()
         except (EOFError, OSError):
             raise SystemExit("the gate is gone") from None
         if cpu >= 0 and os.sched_getaffinity(0) != {cpu}:
-            with contextlib.suppress(OSError):  # then it is only noisier
+            with contextlib.suppress(OSError):  # without it the samples are only noisier
                 os.sched_setaffinity(0, {cpu})
 
 
-def selected(selections: Sequence[Selection], plan: RunOptions) -> tuple[list[Task], list[str]]:
-    """The tasks of the selections, each once, and why a selection has none."""
+def selected(selections: Sequence[SuiteSelection], options: RunOptions) -> tuple[list[Task], list[str]]:
+    """Returns the tasks of the selections, each once, and the reasons why selections have none."""
     tasks: dict[str, Task] = {}
     problems: list[str] = []
     for selection in selections:
         try:
-            listed = list_tasks(registry.load([selection.suite]), plan, selection.text)
+            listed = list_tasks(registry.load([selection.suite]), options, selection.text)
         except UsageError as error:
             problems.append(str(error))
         else:
@@ -105,13 +109,12 @@ def selected(selections: Sequence[Selection], plan: RunOptions) -> tuple[list[Ta
 
 
 def benchmark_of(task: Task, impl: str) -> Benchmark:
-    """How the gate judges one impl of a task."""
+    """Returns the benchmark of one impl of a task."""
     case = task.case
     return Benchmark(
         key=(task.suite.name, case.name, impl, tuple(sorted(case.params.items()))),
         label=label_of(task.label, impl),
         world="ranks" if task.suite.world == "ranks" else "simulated",
-        # Noise only adds to a host latency; a collective's fastest call is a lucky meeting of ranks.
         estimator=estimator_of(case),
         tolerance=DEFAULT_TOLERANCE if case.tolerance is None else case.tolerance,
         floor_s=case.floor_s,
@@ -119,31 +122,31 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
 
 
 def _count(order: Order, gate: GateConnection, world: registry.World) -> None:
-    from dtbench.gate.counting import counted
+    from dtbench.gate.counting import count_call
 
-    tasks, problems = selected(order.selections, order.plan)
-    listed = [*tasks, *list_tasks([control.control], order.plan)]
+    tasks, problems = selected(order.selections, order.options)
+    listed = [*tasks, *list_tasks([control.control], order.options)]
     benchmarks = tuple(benchmark_of(task, impl) for task in listed for impl in task.impls)
     gate.send(LISTING, Listing(benchmarks, tuple(problems)))
     for task in (task for task in tasks if task.suite.world == "simulated"):
         for impl in task.impls:
             if (label := label_of(task.label, impl)) not in order.without:
                 gate.at(label)
-                gate.send(RESULT, counted(task, impl, world))
+                gate.send(RESULT, count_call(task, impl, world))
 
 
 def _time(order: Order, gate: GateConnection, world: registry.World) -> None:
     from dtbench.gate.sampler import SAMPLES, TAKES, Sampling, measure_in_turns, sampling_for
 
-    wanted = [
+    sampled = [
         (task, impl, Sampling(SAMPLES, TAKES, task.case.calls_per_sample))
-        for task in list_tasks([control.control], order.plan)
+        for task in list_tasks([control.control], order.options)
         for impl in task.impls
     ]
-    for task in selected(order.selections, order.plan)[0]:
+    for task in selected(order.selections, order.options)[0]:
         for impl in task.impls:
             call_s = order.call_s.get(label_of(task.label, impl))
             if call_s is not None and task.suite.world == "simulated":
-                wanted.append((task, impl, sampling_for(task.case, call_s, len(order.call_s))))
-    for result in measure_in_turns(wanted, world, clocks_of(world.device), gate.at, gate.await_turn):
+                sampled.append((task, impl, sampling_for(task.case, call_s, len(order.call_s))))
+    for result in measure_in_turns(sampled, world, clocks_of(world.device), gate.at, gate.await_turn):
         gate.send(RESULT, result)

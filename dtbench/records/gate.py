@@ -1,4 +1,4 @@
-"""What `dtbench gate` writes."""
+"""The file that `dtbench gate` writes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ GateCode = Literal[0, 1, 3, 4, 5]
 
 
 class Trust(Struct, frozen=True, kw_only=True):
-    """By what the control and base against itself moved (1 is not at all), over how many pairs, and why not to trust
-    the times."""
+    """Whether the times of a gate can be trusted.
+
+    Attributes:
+        control: head / base of the control benchmarks; 1 is no change.
+        null: base / base, a second launch of base against the first.
+        reasons: not to trust the times.
+        control_pairs: number of pairs behind `control`.
+        null_pairs: number of pairs behind `null`.
+    """
 
     control: Amount | None = None
     null: Amount | None = None
@@ -28,7 +35,15 @@ class Trust(Struct, frozen=True, kw_only=True):
 
 
 class ArmRecord(Struct, frozen=True, kw_only=True):
-    """A revision or environment, and how it was built."""
+    """A side of a gate.
+
+    Attributes:
+        arm: as given, secrets masked.
+        commit: of a revision.
+        built: how it was built.
+        python: version.
+        torch: version.
+    """
 
     arm: str | None = None
     commit: str | None = None
@@ -38,7 +53,20 @@ class ArmRecord(Struct, frozen=True, kw_only=True):
 
 
 class Gate(Struct, frozen=True, kw_only=True):
-    """A gate's end. notes: what a reader has to know beside the verdicts. allow_new: what base lacks is no fault."""
+    """The result of a gate.
+
+    Attributes:
+        exit_code: of the command.
+        trust: whether the times can be trusted.
+        notes: remarks for the reader.
+        base: the base arm.
+        head: the head arm.
+        seed: of the random order of launches.
+        launches: number of timed launches.
+        duration_s: of the whole gate, seconds.
+        allow_new: whether benchmarks that base lacks are accepted.
+        benchmarks: the verdicts.
+    """
 
     kind: Literal["gate"] = "gate"
     schema: Literal[1] = 1
@@ -54,25 +82,28 @@ class Gate(Struct, frozen=True, kw_only=True):
     benchmarks: tuple[ComparedCase, ...]
 
     def count(self, verdict: Verdict) -> int:
-        """How many benchmarks have this verdict."""
+        """Returns the number of benchmarks with this verdict."""
         return sum(j.verdict == verdict for j in self.benchmarks)
 
     @property
     def checks(self) -> list[str]:
-        """By what that moved which no change moves, and what names in the tables mean."""
+        """Lines on the checks of the machine, and on names in the tables."""
         control, null = self.trust.control, self.trust.null
         moves = {
-            f"control (plain operations that neither arm touches), {self.trust.control_pairs} pairs": control,
+            f"control (operations that are the same in both arms), {self.trust.control_pairs} pairs": control,
             f"base/base (base against a second launch of itself), {self.trust.null_pairs} pairs": null,
         }
-        there = {what.replace(", 0 pairs", ""): of for what, of in moves.items() if of is not None}
-        lines = [f"{what}: {of - 1:+.2%}" for what, of in there.items()]
-        impls = {judged.impl for judged in self.benchmarks}
+        lines = [
+            f"{check.replace(', 0 pairs', '')}: {ratio - 1:+.2%}"
+            for check, ratio in moves.items()
+            if ratio is not None
+        ]
+        impls = {case.impl for case in self.benchmarks}
         return lines + [f"{impl}: {IMPL_WORDS[impl]}" for impl in ("local", "wrapped") if impl in impls]
 
     @property
     def sentence(self) -> str:
-        """The end in one line."""
+        """The result in one line."""
         counts = [f"{self.count(v)} {v}" for v in Verdict if self.count(v)]
         meaning = {
             errors.EXIT_OK: "no regression",
@@ -83,7 +114,7 @@ class Gate(Struct, frozen=True, kw_only=True):
             else "nothing was compared",
             errors.EXIT_CASE_FAILED: "a benchmark failed",
         }[self.exit_code]
-        return f"gate: {meaning} ({', '.join(counts) or 'nothing was judged'}); exit code {self.exit_code}"
+        return f"gate: {meaning} ({', '.join(counts) or 'no verdicts'}); exit code {self.exit_code}"
 
 
 def text_of(gate: Gate) -> str:

@@ -27,7 +27,7 @@ from dtbench.engine.options import RunRequest, parse_duration
 from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
-from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.benchmark import Benchmark, SuiteSelection
 from dtbench.gate.history import machine_kind
 from dtbench.gate.launcher import Launcher, Limits
 from dtbench.gate.schedule import ArmName, GateSchedule, LaunchArms, LaunchTimes, OutOfTimeError
@@ -104,7 +104,7 @@ def _pool(
     limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
     with contextlib.ExitStack() as stack:
         base, slowed = stack.enter_context(open_arms("env:", f"env:{gate_selftest_suite.VARIABLE}=1", say))
-        selections = {name: [Selection(gate_selftest_suite.__file__)] for name in ("base", "head")}
+        selections = {name: [SuiteSelection(gate_selftest_suite.__file__)] for name in ("base", "head")}
         launcher = Launcher(
             {"base": base, "head": slowed},
             selections,

@@ -13,7 +13,7 @@ import pytest
 from dtbench.errors import UsageError
 from dtbench.gate import arms
 from dtbench.gate.arms import open_arms, parse_variables
-from dtbench.gate.benchmark import Selection
+from dtbench.gate.benchmark import SuiteSelection
 from dtbench.gate.process import environment_of
 from dtbench.machine import provenance
 from dtbench.tests.made_up_arm import made_up_arm
@@ -52,9 +52,9 @@ def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Pat
             assert (sources / "dtbench_suites" / "dispatch.py").is_file()
             assert not (sources / "dtbench" / "tests").exists()
             assert arm.python == sys.executable
-            suite = arm.selections([Selection("my_suite.py"), Selection("dispatch", "add")])
+            suite = arm.selections([SuiteSelection("my_suite.py"), SuiteSelection("dispatch", "add")])
             assert Path(suite[0].suite).read_text() == f"NUMBER = {number}\n"
-            assert suite[1] == Selection("dispatch", "add")
+            assert suite[1] == SuiteSelection("dispatch", "add")
         assert base.revision == git("rev-parse", "HEAD~1")
         roots = [Path(arm.root) for arm in (base, head)]
         assert all(root.is_dir() for root in roots)
@@ -160,7 +160,7 @@ def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
     with open_arms("rev:HEAD", "env:") as (base, head):
         assert [*base.path[1:]] == [*folders_of(base, "", "lib", "linked"), str(outside)]
         assert f"without {repository / 'built'} of PYTHONPATH, which the commit lacks: commit it" in base.note
-        assert base.note.endswith(f"with what PYTHONPATH has outside the repository: {outside}")
+        assert base.note.endswith(f"with the folders of PYTHONPATH outside the repository: {outside}")
         assert [*head.path[1:]] == [*map(str, (repository / "lib", repository / "built", outside))]
         assert "PYTHONPATH" not in head.note
 

@@ -9,7 +9,7 @@ import pytest
 from dtbench.errors import UnreadableRunError
 from dtbench.gate import history
 from dtbench.gate.benchmark import Benchmark
-from dtbench.gate.verdict import judged
+from dtbench.gate.verdict import compared_case
 from dtbench.records.comparison import Verdict
 from dtbench.records.gate import Gate
 from dtbench.records.history import read_history
@@ -28,7 +28,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def report(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Gate:
     benchmark = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
-    return concluded([judged(benchmark, Verdict.SAME, figures=(None, None, time_s))], *reasons, head=commit)
+    return concluded(
+        [compared_case(benchmark, Verdict.SAME, figures=(None, None, time_s))], *reasons, head=commit
+    )
 
 
 def test_lines_are_only_added_and_one_cut_short_is_left_out(path: Path) -> None:

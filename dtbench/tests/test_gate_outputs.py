@@ -29,7 +29,7 @@ def benchmark(name: str) -> Benchmark:
 
 def judged(of: Verdict, name: str = "s", reason: str = "") -> ComparedCase:
     effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
-    return verdict.judged(benchmark(name), of, reason, "confirmed", (effect, base_s, head_s))
+    return verdict.compared_case(benchmark(name), of, reason, "confirmed", (effect, base_s, head_s))
 
 
 def report(items: Sequence[ComparedCase], *reasons: str) -> Gate:
@@ -114,7 +114,7 @@ def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: in
         for drift in (drawn.lognormvariate(0, 0.5) for _ in range(drawn.randint(1, 22)))
     ]
     of = drawn.choice([Verdict.SLOWER, Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.FASTER])
-    whole = report([verdict.judged(benchmark("s"), of, "", "confirmed", effect_and_times(pairs))])
+    whole = report([verdict.compared_case(benchmark("s"), of, "", "confirmed", effect_and_times(pairs))])
     line = next(line for line in outputs.lines(whole) if " -> " in line)
     base, head = line.partition(" pairs; ")[2].split(" -> ")
     _assert_agrees(base, head, re.findall(r"[-+][\d.]+%", line)[0])
@@ -131,7 +131,7 @@ def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: in
 
 def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
-    one = verdict.judged(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
+    one = verdict.compared_case(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
     whole = report([one, judged(Verdict.SAME, HOSTILE)])
     fields = json.loads(text_of(whole))
     assert fields["benchmarks"][0]["effect"]["high"] is None
@@ -146,7 +146,7 @@ def test_json_is_strict_and_whole() -> None:
 
 def test_points_are_heads_times_where_both_arms_were_timed() -> None:
     points = outputs.points_of(
-        report([judged(Verdict.SAME), verdict.judged(benchmark("x"), Verdict.MISSING)])
+        report([judged(Verdict.SAME), verdict.compared_case(benchmark("x"), Verdict.MISSING)])
     )
     head_s = pytest.approx(1e-5 * (judged(Verdict.SAME).ratio or 0))
     assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "same", head_s)]

@@ -18,7 +18,7 @@ import pytest
 from dtbench.gate import gate as gates
 from dtbench.gate import launcher
 from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import Benchmark, Selection
+from dtbench.gate.benchmark import Benchmark, SuiteSelection
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.made_up import Cli
@@ -77,7 +77,7 @@ def test_a_slower_head_is_a_regression_in_every_output(
 
 @pytest.mark.parametrize(
     ("options", "end"),
-    [((), "no --budget ends it before"), (("--budget", "10m"), "--budget ends it after about 10 min in all")],
+    [((), "there is no --budget"), (("--budget", "10m"), "--budget ends it after about 10 min in all")],
 )
 def test_gate_announces_how_long_it_takes_before_it_times(
     gate: Gate, options: tuple[str, ...], end: str
@@ -85,7 +85,7 @@ def test_gate_announces_how_long_it_takes_before_it_times(
     code, _, err = gate({}, {}, *options)
     before, _, timing = err.partition("timing 3 benchmarks: 15 launches, about ")
     assert code == 0 and "screen" not in before and "screen 1 of 5: 3 benchmarks" in timing
-    assert re.search(rf"these do not pass up to 59, about \d+ (s|min); {end}\n", timing)
+    assert re.search(rf"undecided benchmarks up to 59, about \d+ (s|min); {end}\n", timing)
     assert "\r" not in err and all(line.startswith("gate: ") for line in err.splitlines())
 
 
@@ -111,7 +111,7 @@ def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> Non
         ({}, {"RAISES": "add"}, (), 5, "failed", "in head: failed: ValueError"),
         ({"RAISES": "add"}, {}, (), 5, "failed", "in base: failed: ValueError"),
         ({}, {"CRASHES": "add"}, (), 5, "failed", "in head: the launch died of SIGKILL"),
-        ({}, {"HANGS": "add"}, ("--launch-timeout", "2"), 5, "failed", "no end after 2 s"),
+        ({}, {"HANGS": "add"}, ("--launch-timeout", "2"), 5, "failed", "not finished after 2 s"),
         ({}, {"SKIPS": "add"}, (), 4, "missing", "skipped in head: not here"),
         ({"SKIPS": "add"}, {"SKIPS": "add"}, (), 0, None, "left out"),
         ({}, {"CONTROL": "1.05"}, (), 3, "same", "UNTRUSTED: the control"),
@@ -150,7 +150,7 @@ def test_verdicts_and_exit_codes(
             {"HANGS": "add"},
             ("--budget", "1s"),
             2,
-            r"the budget of 1 s holds no further launch, and not all is counted after .*: give --budget \d+s or more",
+            r"the budget of 1 s is too short for another launch, and counting .* .*: give --budget \d+s or more",
         ),
     ],
 )
@@ -165,7 +165,7 @@ def test_arms_that_cannot_be_judged_at_all(
 def test_a_budget_holds(gate: Gate) -> None:
     code, out, err = gate({"SLEEPS": "1"}, {"SLEEPS": "1"}, "--budget", "4s")
     assert code == 3, out + err
-    assert "the budget of 4 s holds no further launch: " in out
+    assert "the budget of 4 s is too short for another launch: " in out
     assert "give --budget" in out and "name fewer benchmarks, such as dispatch/relu" in out
 
 
@@ -178,9 +178,9 @@ ENVS = ("--base", "env:", "--head", "env:")
         ((*ENVS, "dispatch/torchrun"), "without torchrun"),
         (ENVS, "nothing is selected"),
         (("--base", "main", "--head", "env:", "dispatch"), "'main' is not an arm"),
-        (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "which every launch sets itself"),
-        (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git knows no such commit"),
-        (("--base", "python:/no/such", "--head", "env:", "dispatch"), "no program lies there"),
+        (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "is set by every launch"),
+        (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git does not know this commit"),
+        (("--base", "python:/no/such", "--head", "env:", "dispatch"), "not a program"),
         ((*ENVS, "dispatch", "--budget", "soon"), "is no duration"),
     ],
 )
@@ -329,14 +329,14 @@ def call(name):
 
 
 def real_arm(path: Sequence[str] = (), alone: bool = False, **variables: str) -> Arm:
-    return Arm("env:", "", sys.executable, (*OWN, *path), variables, Path(OWN[0]), alone=alone)
+    return Arm("env:", "", sys.executable, (*OWN, *path), variables, Path(OWN[0]), loads_own_modules=alone)
 
 
 @contextlib.contextmanager
 def launcher_of(folder: Path, suite: str = TIMED, **arms: Arm) -> Iterator[launcher.Launcher]:
     (folder / "launches").mkdir(parents=True)
     (folder / "timed.py").write_text(suite)
-    selections = {name: [Selection(str(folder / "timed.py"))] for name in arms}
+    selections = {name: [SuiteSelection(str(folder / "timed.py"))] for name in arms}
     gate_launcher = launcher.Launcher(
         arms, selections, plan_on("cpu"), folder / "launches", launcher.Limits(60)
     )
@@ -389,7 +389,7 @@ def test_arms_that_load_alike_share_a_process(
     with launcher_of(tmp_path / "gate", suite, **arms) as gate_launcher:
         for launch in gate_launcher.launch(["head", "base"], [SUM]):
             assert launch.times_s[SUM.key] > 0
-    assert len({real_arm(SEEN=value).loads_as for value in "ab"}) == 2
+    assert len({real_arm(SEEN=value).loader_key for value in "ab"}) == 2
     texts = {name: (tmp_path / f"{name}.seen").read_text() for name in arms}
     assert len({text.split()[2] for text in texts.values()}) == loaders
     assert all((str(tmp_path / name / "click.py") in text) == alone for name, text in texts.items())

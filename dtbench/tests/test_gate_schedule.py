@@ -220,7 +220,7 @@ def test_promised_change_exceeds_what_was_measured_and_not_found() -> None:
     promises = 0
     for seed in range(60):
         (judged,), _ = judge(KnownLaunches({"b0": 1 + seed / 300}, noise=0.2, seed=seed))
-        found = re.search(r"a change of ([\d.]+)% 4 times in 5", judged.reason)
+        found = re.search(r"detects a change of ([\d.]+)% in 4 of 5", judged.reason)
         if judged.verdict is Verdict.INCONCLUSIVE and found:
             assert judged.effect and judged.low is not None and judged.high is not None
             assert float(found[1]) / 100 >= 0.02

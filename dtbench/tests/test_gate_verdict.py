@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtbench.gate.benchmark import Benchmark
-from dtbench.gate.verdict import exit_code_of, has_moved, judged, passes, rises, trust_of
+from dtbench.gate.verdict import compared_case, exit_code_of, has_moved, passes, rises, trust_of
 from dtbench.records.comparison import Counts, Verdict
 from dtbench.records.gate import Trust
 from dtbench.stats import Effect, change_threshold, paired_effect, signed_rank_p, significance_level
@@ -140,11 +140,16 @@ def test_what_moves_by_chance_is_trusted_and_what_moves_always_is_not() -> None:
 )
 def test_exit_codes(verdicts: list[Verdict], trusted: bool, code: int) -> None:
     trust = Trust(reasons=() if trusted else ("moved",))
-    assert exit_code_of([judged(ANY, v, stage="confirmed") for v in verdicts], trust) == code
+    assert exit_code_of([compared_case(ANY, v, stage="confirmed") for v in verdicts], trust) == code
 
 
 def test_what_was_counted_needs_no_trust_and_new_ones_may_be_allowed() -> None:
-    counted = [judged(ANY, Verdict.SLOWER, stage="counters")]
+    counted = [compared_case(ANY, Verdict.SLOWER, stage="counters")]
     assert exit_code_of(counted, Trust(reasons=("moved",))) == 1
-    assert exit_code_of([judged(ANY, Verdict.NEW), judged(ANY, Verdict.SAME)], Trust(), allow_new=True) == 0
-    assert exit_code_of([judged(ANY, Verdict.NEW)], Trust(), allow_new=True) == 4
+    assert (
+        exit_code_of(
+            [compared_case(ANY, Verdict.NEW), compared_case(ANY, Verdict.SAME)], Trust(), allow_new=True
+        )
+        == 0
+    )
+    assert exit_code_of([compared_case(ANY, Verdict.NEW)], Trust(), allow_new=True) == 4

@@ -29,20 +29,35 @@ SOURCES = {
     if "tests" not in path.parts
 }
 OURS = {"dtbench", "dtbench_core", "dtbench_suites", "suites", "conftest"}
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 ANY_AT_MOST = 850  # 825 were counted when this was written; a change may lower it
 
 
+def _without_prose(text: str) -> list[int]:
+    """Returns per line 0 for docstrings and comments, 1 for other lines."""
+    counted = [0 if line.lstrip().startswith("#") else 1 for line in text.splitlines()]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            docstring = node.body[0]
+            counted[docstring.lineno - 1 : docstring.end_lineno] = [0] * len(
+                counted[docstring.lineno - 1 : docstring.end_lineno]
+            )
+    return counted
+
+
 def test_files_and_functions_stay_readable() -> None:
+    """At most 600 lines per file and 60 per function, docstrings and comments left out."""
     assert len(SOURCES) > 300
-    files = {name: lines for name, text in SOURCES.items() if (lines := len(text.splitlines())) > 600}
-    functions = {
-        f"{name} {node.name}": lines
-        for name, text in SOURCES.items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > 60
-    }
-    assert (files, functions) == ({}, {})
+    files: dict[str, int] = {}
+    functions: dict[str, int] = {}
+    for name, text in SOURCES.items():
+        counted = _without_prose(text)
+        files[name] = sum(counted)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                functions[f"{name} {node.name}"] = sum(counted[node.lineno - 1 : node.end_lineno])
+    assert {name: lines for name, lines in files.items() if lines > 600} == {}
+    assert {name: lines for name, lines in functions.items() if lines > 60} == {}
 
 
 # Class names that stand for two things, and why.
