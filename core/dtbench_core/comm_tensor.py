@@ -196,8 +196,8 @@ class _CommMemory:
 class CommTensor(torch.Tensor):
     """A tensor that waits for the collectives in flight on it when an op uses it. It shares the memory of `tensor`.
 
-    After a collective was issued on it with `async_op=True`, the first op that reads the result waits, or the first
-    that writes to an input of the collective. From then on use only the CommTensor: `tensor` itself does not wait.
+    A collective issued on it with `async_op=True` is waited for by the first op that reads its result or writes to its
+    input. From then on use only the CommTensor: `tensor` itself does not wait.
 
     Results of ops on CommTensors are CommTensors, too, unless the op waited; views always are. `wait()` returns the
     plain tensor. `CommTensor(t)` of a CommTensor returns it unchanged.

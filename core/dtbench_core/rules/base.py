@@ -1,7 +1,7 @@
 """Sharding rules: for an op and its global inputs, a rule lists the ways to run it on one mesh dim.
 
-A rule does not know the mesh. It lists `PlacementRow`s: if the inputs are placed as in the row on a mesh dim, running
-the op on the local shards gives outputs placed as in the row. `choose_rows` (choose.py) picks one row per mesh dim.
+A rule is independent of the mesh. It lists `PlacementRow`s. If the inputs are placed as in a row on a mesh dim, running
+the op on the local shards gives outputs placed as in that row. `choose_rows` (choose.py) picks one row per mesh dim.
 Thus the work is linear in the number of mesh dims, and a rule is a short table that can be checked by eye.
 """
 

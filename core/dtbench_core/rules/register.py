@@ -63,9 +63,10 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Placeme
             f"{len(input_placements)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: return one "
             "per tensor, and None for the other arguments"
         )
-    output_ndims = [0 if meta is None else len(meta.shape) for meta in call.outputs]
-    pairs = zip(output_placements, output_ndims, strict=True)
     return PlacementRow(
         tuple(normalize_one(p, spec.ndim) for p, spec in zip(input_placements, call.inputs, strict=True)),
-        tuple(REPLICATE if p is None else normalize_one(p, ndim) for p, ndim in pairs),
+        tuple(
+            REPLICATE if p is None else normalize_one(p, len(meta.shape) if meta else 0)
+            for p, meta in zip(output_placements, call.outputs, strict=True)
+        ),
     )
