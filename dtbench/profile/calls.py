@@ -1,12 +1,10 @@
-"""Profiling cases whose ranks are simulated: each call is the host's work alone, and is taken apart.
+"""Profiles calls of cases on simulated ranks, in which only the host works.
 
-The recorded calls, those that nobody records and the calibration of the recording are taken in turn, in
-rounds of milliseconds, and only the quickest rounds count: a shared machine changes its speed between any
-two seconds.
+Each round of some milliseconds contains recorded calls, calls without recording and the calibration of the recording.
+Only the fastest rounds count, since a shared machine changes its speed within seconds.
 
-torch's profiler records every Python call, every call of a C function from Python and every op that
-passes torch's dispatcher, nested in one tree. Each costs 0.2 to 0.6 us to record: `frame_overheads` says
-how much here, and the self times are corrected for it.
+torch's profiler records every Python call, every C function called from Python and every op of torch's dispatcher as
+one tree. Recording one costs 0.2 to 0.6 us. `frame_overheads` measures that cost, to subtract it from the self times.
 """
 
 from __future__ import annotations
@@ -42,52 +40,50 @@ from dtbench.suite import Workload
 from dtbench.suite.case import FLOOR
 from dtbench_core.interop import stopwatch
 
-# A block of calls lasts about so long: above the clock's and the loop's cost, below most disturbances.
+# Duration of a block of calls: well above the clock's and the loop's cost, and shorter than most disturbances.
 _BLOCK_NS = 400_000
-_MOST_CALLS, _LEAST_CALLS, _BLOCKS = 50, 4, 5
-# After a swap of functions Python finds its way anew: its caches of names settle within some 50 calls.
+_MAX_CALLS, _MIN_CALLS, _BLOCKS = 50, 4, 5
+# Replacing functions clears Python's inline caches. They settle within some 50 calls.
 _WARMUP_CALLS = 60
-_KEPT_ROUNDS = 0.25
-# Rounds of counters and, which cost a tenth of a second each, of frames; and where few do.
+_KEPT_ROUNDS = 0.25  # share of the rounds, the fastest ones
+# Rounds with counters, and rounds with frames, which take 0.1 s each; fewer with --quick.
 _ROUNDS, _FRAME_ROUNDS = 60, 16
 _QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 8
-# Of frames so many calls are recorded at once.
-_FRAME_CALLS = 20
-# The floor inside a class of tensors: it has no stages to tell apart.
+_FRAME_CALLS = 20  # recorded at once with frames
+# The impl of the plain op within a tensor subclass, which has no stages.
 WRAPPED = "wrapped"
-# torch's names of what it records.
+# torch's names for the kinds of events.
 PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
 _CALIBRATION_CALLS = 100
 _ADDRESS = re.compile(r" of .* object at 0x[0-9a-f]+| at 0x[0-9a-f]+")
 _BUILT_IN = re.compile(r"<?built-in (function|method) ")
 _PLACE = re.compile(r"^(?P<file>[^()]*?)\((?P<line>\d+)\): (?P<name>.*)$", re.DOTALL)
 COUNTER = "counter"
-# Brackets per calibration: the quickest of some rounds of it agree within nanoseconds.
-_BRACKETS = 50
+_BRACKETS = 50  # per calibration; the fastest calibrations agree within nanoseconds
 
 
-# A call that is not recorded: ns, and in how many of them this process ran on a CPU.
+# A call without recording: (nanoseconds, nanoseconds in which this process had the CPU).
 TimedCall = tuple[float, float]
 
 
 def mean_of(calls: Sequence[TimedCall]) -> TimedCall:
-    """A call of mean times."""
-    return fmean(wall_ns for wall_ns, _ in calls), fmean(ran_ns for _, ran_ns in calls)
+    """Returns the means of both times."""
+    return fmean(wall_ns for wall_ns, _ in calls), fmean(cpu_ns for _, cpu_ns in calls)
 
 
 class Caller:
-    """CallsProfile a workload in blocks; making it warms the workload up."""
+    """Calls a workload in blocks. Its construction warms the workload up."""
 
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
         self._clock = HostClock()
         first_ns, _ = self._block(1)
         call_ns = first_ns if self.before is not None else min(self._block(1)[0] for _ in range(20))
-        self.calls = int(min(max(_BLOCK_NS / call_ns, _LEAST_CALLS), _MOST_CALLS))
+        self.calls = int(min(max(_BLOCK_NS / call_ns, _MIN_CALLS), _MAX_CALLS))
         self.warmup = 0 if self.before is not None else min(_WARMUP_CALLS, self.calls)
 
-    def whole(self) -> TimedCall:
-        """The mean of the quicker half of some blocks, as recorded calls are chosen."""
+    def time_call(self) -> TimedCall:
+        """Returns the mean over the faster half of some blocks, the same selection as for recorded calls."""
         if self.before is None:
             self._block(self.warmup)
         size = 1 if self.before is not None else max(self.calls // _BLOCKS, 1)
@@ -97,16 +93,21 @@ class Caller:
     def _block(self, calls: int) -> TimedCall:
         if self.before is not None:
             self.before()
-        began_ns = process_time_ns()
+        start_ns = process_time_ns()
         wall_ns = self._clock.measure(self.run, calls) * 1e9
-        return wall_ns, (process_time_ns() - began_ns) / calls
+        return wall_ns, (process_time_ns() - start_ns) / calls
 
 
 class CallRecording:
-    """The schedule of one impl of a case: its calls are recorded and taken apart.
+    """Records the calls of one impl of a case and breaks them down by stage.
 
-    The core's table is that of its own counters, other impls' that of frames; speedscope gets the frames, which
-    go deeper. Of the plain op only `floor` is taken. floor: a call of the plain op, if it is known.
+    The core's stages come from its own counters, those of other impls from frames. The flame graph always shows frames,
+    which go deeper. The plain op has no stages; only its time is measured.
+
+    Attributes:
+        floor: time of a call of the plain op, once it is measured.
+        tables: the table of the impl.
+        folded: impl -> stacks, for the flame graph.
     """
 
     def __init__(self, label: str, subject: Subject, quick: bool, floor: TimedCall | None) -> None:
@@ -127,20 +128,22 @@ class CallRecording:
     def _record(self) -> None:
         caller, impl = Caller(self._subject.workload), self._subject.impl
         if impl == FLOOR:
-            calls = sorted(caller.whole() for _ in range(self._rounds))
+            calls = sorted(caller.time_call() for _ in range(self._rounds))
             self.floor = mean_of(calls[: round(self._rounds * _KEPT_ROUNDS)])
             return
         record: Callable[[], list[Span]] = partial(recorded_calls, caller)
-        table, spans, fitted = taken_apart(caller, self._frame_rounds, record, frame_overheads, frame_pieces)
+        table, spans, fitted = record_rounds(
+            caller, self._frame_rounds, record, frame_overheads, frame_pieces
+        )
         self.folded[f"{self._label} ({impl})"] = fold(
             spans, fitted, short_name, total_ns=table.whole_ns - table.unattributed_ns
         )
         source = "Python and C++ frames"
         if impl == "core":
-            record, own = counters(caller), stopwatch.BOOKKEEPING
-            table, *_ = taken_apart(caller, self._rounds, record, bracket_overheads, named_pieces, own)
+            record, ignored = counters(caller), stopwatch.BOOKKEEPING
+            table, *_ = record_rounds(caller, self._rounds, record, bracket_overheads, named_pieces, ignored)
             source = "the core's counters"
-        floor_ns, ran_ns = self.floor or (None, math.inf)
+        floor_ns, cpu_ns = self.floor or (None, math.inf)
         self.tables.append(
             replace(
                 table,
@@ -148,12 +151,12 @@ class CallRecording:
                 impl=impl,
                 source=source,
                 floor_ns=floor_ns,
-                on_cpu=min(table.on_cpu, ran_ns / (floor_ns or 1.0)),
+                on_cpu=min(table.on_cpu, cpu_ns / (floor_ns or 1.0)),
             )
         )
 
 
-def taken_apart(
+def record_rounds(
     caller: Caller,
     rounds: int,
     record: Callable[[], list[Span]],
@@ -161,45 +164,51 @@ def taken_apart(
     pieces: Pieces,
     ignored: str = "",
 ) -> tuple[CallStages, list[Span], Mapping[str, Overhead]]:
-    """Of the quickest rounds the table, the recorded calls, and the fitted cost of recording a span.
+    """Returns the table, the recorded calls and the fitted cost of recording a span, from the fastest rounds.
 
-    record: some calls; calibrate: what recording a span costs now; pieces, ignored: see `break_down`.
+    Args:
+        caller: calls the workload without recording.
+        rounds: number of rounds.
+        record: records some calls.
+        calibrate: measures the current cost of recording a span.
+        pieces, ignored: as in `break_down`.
     """
 
-    def one_round() -> tuple[TimedCall, list[Span], Mapping[str, Overhead]]:
-        first = caller.whole()
+    def run_round() -> tuple[TimedCall, list[Span], Mapping[str, Overhead]]:
+        first = caller.time_call()
+        # Disturbances only lengthen a call, so the faster half counts.
         calls = sorted(record(), key=lambda call: call.duration_ns)
-        # The quicker half: what disturbs a call only ever lengthens it.
         calls = calls[: max(1, len(calls) // 2)]
-        # Recording takes long enough for the machine to change: a call alone before it and after it.
-        return mean_of([first, caller.whole()]), calls, calibrate()
+        # The speed may change while recording, so calls without recording are timed before and after it.
+        return mean_of([first, caller.time_call()]), calls, calibrate()
 
-    taken = sorted(
-        (one_round() for _ in range(rounds)), key=lambda one: one[0][0] + fmean(c.duration_ns for c in one[1])
+    by_speed = sorted(
+        (run_round() for _ in range(rounds)),
+        key=lambda round_: round_[0][0] + fmean(call.duration_ns for call in round_[1]),
     )
-    wholes, calls, costs = zip(*taken[: round(rounds * _KEPT_ROUNDS)], strict=True)
+    timed_calls, calls, costs = zip(*by_speed[: round(rounds * _KEPT_ROUNDS)], strict=True)
     overheads = {
         kind: Overhead(
-            median(of[kind].inside_ns for of in costs), median(of[kind].outside_ns for of in costs)
+            median(cost[kind].inside_ns for cost in costs), median(cost[kind].outside_ns for cost in costs)
         )
         for kind in costs[0]
     }
-    spans = [call for of in calls for call in of]
-    whole_ns, ran_ns = mean_of(wholes)
+    spans = [call for round_calls in calls for call in round_calls]
+    whole_ns, cpu_ns = mean_of(timed_calls)
     table, fitted = break_down(spans, whole_ns, overheads, pieces, ignored)
-    return replace(table, on_cpu=min(ran_ns / whole_ns, 1.0)), spans, fitted
+    return replace(table, on_cpu=min(cpu_ns / whole_ns, 1.0)), spans, fitted
 
 
 def profiled_call(run: Callable[[], object]) -> object:
-    """The root of every tree; the profiler finds it by its name."""
+    """Calls the workload. Recorded trees start at this function, which is found by its name."""
     return run()
 
 
 def recorded_calls(caller: Caller) -> list[Span]:
-    """One tree of frames per call; the root is `profiled_call`."""
+    """Returns one tree of frames for each call, with `profiled_call` as its root."""
     warmup = caller.warmup // 4
 
-    def call_them() -> None:
+    def run_calls() -> None:
         for number in range(warmup + min(_FRAME_CALLS, caller.calls)):
             if caller.before is not None:
                 caller.before()
@@ -208,11 +217,11 @@ def recorded_calls(caller: Caller) -> list[Span]:
             else:
                 profiled_call(caller.run)
 
-    return _recorded(call_them, profiled_call.__name__)
+    return _record_trees(run_calls, profiled_call.__name__)
 
 
-def _recorded(work: Callable[[], object], name: str) -> list[Span]:
-    """The trees below every call of the function of that name, in the order of time."""
+def _record_trees(work: Callable[[], object], name: str) -> list[Span]:
+    """Returns the trees of all calls of the function with that name, in order of time."""
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         work()
     results: Any = profiler.profiler  # torch gives its events no types
@@ -232,7 +241,7 @@ def _kind(event: Any) -> str:
 
 
 def _span(event: Any, until_ns: float) -> Span:
-    """The event and all below it. torch leaves an end out where the recording ended first."""
+    """Converts an event and its children. torch omits the end of an event if the recording ended first."""
     end_ns = min(max(event.end_time_ns, event.start_time_ns), until_ns)
     children = [
         _span(child, end_ns) for child in sorted(event.children, key=lambda child: child.start_time_ns)
@@ -241,8 +250,10 @@ def _span(event: Any, until_ns: float) -> Span:
 
 
 def short_name(name: str) -> str:
-    """`/usr/lib/torch/distributed/tensor/_dispatch.py(759): wrap` -> `_dispatch.py: wrap`, and C functions
-    without the address of what they belong to."""
+    """Shortens the name of a frame, e.g. `/usr/lib/torch/_dispatch.py(759): wrap` to `_dispatch.py: wrap`.
+
+    Names of C functions lose the address of their object.
+    """
     if place := _PLACE.match(name):
         function = place["name"]
         return "one call" if function == profiled_call.__name__ else f"{Path(place['file']).name}: {function}"
@@ -251,11 +262,11 @@ def short_name(name: str) -> str:
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:
-    """CallsProfile of it are recorded for what recording costs."""
+    """A function whose recorded calls show what recording costs."""
 
 
 def frame_overheads() -> Mapping[str, Overhead]:
-    """What recording one event of each kind costs here and now."""
+    """Measures the current cost of recording one event, for each kind of event."""
     small = torch.zeros(1)
     negate = torch.neg
     python = _cost(_nothing, PYTHON)
@@ -265,15 +276,20 @@ def frame_overheads() -> Mapping[str, Overhead]:
 
 
 def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ()) -> Overhead:
-    """Of the innermost event of `call`, which also makes one event for each of `below`.
+    """Measures the cost of recording the innermost event of a call.
 
-    The time inside a recorded op that is the recording's cannot be told from the op's: it counts as
-    outside, since torch reads the clock last before an op and first after it.
+    For ops, all of it counts as outside the event: torch reads the clock directly before and after the op, and the op's
+    own time is unknown.
+
+    Args:
+        call: makes the event.
+        kind: the kind of the event.
+        below: costs of the other events that the call makes.
     """
-    loops = [_loop_ns(call)]
-    spans = _recorded(lambda: loops.append(_loop_ns(call)), call.__name__)
-    bare_ns, with_ns = loops
-    total_ns = max(with_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
+    times_ns = [_time_loop_ns(call)]
+    spans = _record_trees(lambda: times_ns.append(_time_loop_ns(call)), call.__name__)
+    bare_ns, recorded_ns = times_ns
+    total_ns = max(recorded_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
     if kind != PYTHON or not spans:
         return Overhead(0.0, total_ns)
     durations = [span.duration_ns for span in spans]
@@ -281,18 +297,18 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     return Overhead(inside_ns, total_ns - inside_ns)
 
 
-def _loop_ns(call: Callable[[], object]) -> float:
-    """ns per call, the quickest of some rounds."""
+def _time_loop_ns(call: Callable[[], object]) -> float:
+    """Returns nanoseconds per call, the minimum of three rounds."""
     clock = HostClock()
     return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
 
 
 def counters(caller: Caller) -> Callable[[], list[Span]]:
-    """What records some calls after a warm-up; a call's tree has the whole call as its root, at stage "entry"."""
-    timer = stopwatch.StageTimer()  # made once: finding what to put stopwatches around takes milliseconds
+    """Returns a function that records some calls with the core's counters. The root of each tree is stage "entry"."""
+    timer = stopwatch.StageTimer()  # made once, since finding the functions to time takes milliseconds
     timed = stopwatch.stopwatch(caller.run, "entry", timer.log)
 
-    def calls() -> list[Span]:
+    def record() -> list[Span]:
         roots: list[Span] = []
         with timer as log:
             for number in range(caller.warmup + caller.calls):
@@ -304,23 +320,23 @@ def counters(caller: Caller) -> Callable[[], list[Span]]:
                     roots += from_brackets(log, stopwatch.NAMES, COUNTER)
         return roots
 
-    return calls
+    return record
 
 
 def bracket_overheads() -> Mapping[str, Overhead]:
-    """What one bracket of the counters costs here and now."""
+    """Measures the current cost of one bracket of the core's counters."""
     log: list[int] = []
 
     timed = stopwatch.stopwatch(_nothing, "glue", log)
-    bare_ns = _per_call_ns(_nothing)
-    with_ns = _per_call_ns(timed)
-    recorded_ns = median_high(log[at + 2] - log[at + 1] for at in range(0, len(log), 4))
+    bare_ns = _time_call_ns(_nothing)
+    timed_ns = _time_call_ns(timed)
+    recorded_ns = median_high(log[index + 2] - log[index + 1] for index in range(0, len(log), 4))
     inside_ns = max(recorded_ns - bare_ns, 0.0)
-    return {COUNTER: Overhead(inside_ns, outside_ns=max(with_ns - bare_ns - inside_ns, 0.0))}
+    return {COUNTER: Overhead(inside_ns, outside_ns=max(timed_ns - bare_ns - inside_ns, 0.0))}
 
 
-def _per_call_ns(function: Callable[..., object]) -> float:
-    """Of a call with three arguments, as the dispatch's functions take; without the loop's own time."""
+def _time_call_ns(function: Callable[..., object]) -> float:
+    """Returns nanoseconds of a call with three arguments, like the core's dispatch functions, without the loop."""
     full, empty = (
         min(timeit.repeat(statement, globals={"f": function}, number=_BRACKETS, repeat=3))
         for statement in ("f(1, 2, 3)", "pass")

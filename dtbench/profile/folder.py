@@ -1,4 +1,4 @@
-"""The folder of a profile of a suite's cases: its tables, and frames for speedscope."""
+"""Writes the folder of a profile of a suite's cases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ SPEEDSCOPE = "speedscope.json"
 
 
 def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str) -> dict[str, object]:
-    """Frames for speedscope, which draws flame graphs: a profile per impl of a case, whose values are ns per call.
+    """Returns a file for speedscope, which draws flame graphs, with one profile for each impl of a case.
 
-    folded: the impl's label -> stack, the root first -> ns in its last frame and in nothing that this called.
-    Source: https://www.speedscope.app/file-format-schema.json.
+    The format's schema is https://www.speedscope.app/file-format-schema.json.
+
+    Args:
+        folded: impl -> stack of frames, outermost first -> nanoseconds per call.
+        name: the file's title.
     """
-    numbers: dict[str, int] = {}  # of frames, which the profiles share
+    frame_ids: dict[str, int] = {}  # the profiles share their frames
     profiles = []
     for label, stacks in folded.items():
         weights = [round(ns, 3) for ns in stacks.values()]
@@ -32,7 +35,9 @@ def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str)
                 "unit": "nanoseconds",
                 "startValue": 0,
                 "endValue": sum(weights),
-                "samples": [[numbers.setdefault(f, len(numbers)) for f in stack] for stack in stacks],
+                "samples": [
+                    [frame_ids.setdefault(frame, len(frame_ids)) for frame in stack] for stack in stacks
+                ],
                 "weights": weights,
             }
         )
@@ -40,7 +45,7 @@ def speedscope(folded: Mapping[str, Mapping[tuple[str, ...], float]], name: str)
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "name": name,
         "exporter": "dtbench",
-        "shared": {"frames": [{"name": frame} for frame in numbers]},
+        "shared": {"frames": [{"name": frame} for frame in frame_ids]},
         "profiles": profiles,
     }
 
@@ -49,13 +54,20 @@ def write_profile(
     folder: Path,
     lines: Sequence[str],
     record: CallsProfile | RanksProfile,
-    further: Mapping[str, bytes],
+    viewer_files: Mapping[str, bytes],
     viewer: str,
 ) -> None:
-    """Prints the table and writes the folder: the table, the record and further files, which the viewer opens.
+    """Prints the tables and writes the folder.
+
+    Args:
+        folder: the folder to make.
+        lines: the tables, written to `table.txt`.
+        record: the figures, written to `table.json`.
+        viewer_files: name -> content of the files for the viewer.
+        viewer: the web page that opens them.
 
     Raises:
-        OutputError: it cannot be written, or came to exist meanwhile.
+        OutputError: the folder cannot be written, or exists by now.
     """
     for line in lines:
         print_status(line)
@@ -63,5 +75,5 @@ def write_profile(
         "table.txt": "\n".join([*lines, ""]).encode("utf-8", "replace"),
         "table.json": msgspec.json.encode(record),
     }
-    write_folder(folder, {**files, **further})
-    print_status(f"{folder}: {', '.join(files)} and {plural(len(further), 'file')} for {viewer}")
+    write_folder(folder, {**files, **viewer_files})
+    print_status(f"{folder}: {', '.join(files)} and {plural(len(viewer_files), 'file')} for {viewer}")

@@ -1,4 +1,4 @@
-"""Profiles cases of a suite: simulated ranks in this process, real ranks in processes of their own."""
+"""Profiles cases of a suite, in this process on simulated ranks or in a process for each real rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from dtbench.text.units import plural
 
 
 def profile(request: ProfileRequest) -> int:
-    """Does what the request says; the exit code."""
-    # Before torch loads: kineto tells stderr of every start and stop otherwise.
+    """Profiles the cases, writes the folder and returns the exit code.
+
+    In a process that a launcher started as a rank, this does not return.
+    """
+    # Must be set before torch is loaded. Otherwise, Kineto writes to stderr at each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     silence_torch()
     place = find_rank_env()
@@ -54,7 +57,7 @@ def profile(request: ProfileRequest) -> int:
 
 
 def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: DeviceType) -> int:
-    """Cases of simulated ranks, in this process."""
+    """Profiles cases of simulated ranks and returns the exit code."""
     import torch
 
     from dtbench.engine.ranks import select_device, simulated_world
@@ -68,7 +71,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     folded: dict[str, Mapping[tuple[str, ...], float]] = {}
     failed = False
     with simulated_world(select_device(device_type, 0)) as world, contextlib.ExitStack() as stack:
-        # Waiting for other threads takes longer than the stages, and differs each time.
+        # Waiting for torch's threads takes longer than most stages, and varies.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         for task in tasks:

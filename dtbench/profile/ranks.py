@@ -1,4 +1,4 @@
-"""Profiling cases of real ranks: this rank's part. Every rank records and reads its traces; rank 0 joins and writes."""
+"""Profiles cases on real ranks. Each rank records and reads its own traces; rank 0 combines them."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ from dtbench.traces.communication import Call
 from dtbench.traces.job import build_job
 from dtbench.traces.rank_trace import RankTrace, read_rank
 
-# Iterations of a section: some, to tell a habit from an accident; few, since each is drawn.
-LEAST_ITERATIONS, MOST_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
+# Recorded iterations of an impl: as many as fit into ITERATIONS_S, within these limits.
+MIN_ITERATIONS, MAX_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
 WARMUP_CALLS = 3
-_BETWEEN = "between iterations"  # the mesh dim of barriers
-_LONGEST_NAME = 200  # of a file, less the rank
+_BARRIERS = "between iterations"  # the mesh dim that is given to barriers
+_MAX_FILE_NAME = 200  # characters, without the rank
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A section of one rank. plain_us: of each iteration without torch's profiler. file: the trace as it wrote it."""
+    """One impl of a case, recorded on one rank.
+
+    Attributes:
+        label: names case and impl.
+        plain_us: time of each iteration without torch's profiler.
+        trace: its trace.
+        file: content of the trace's file.
+    """
 
     label: str
     plain_us: list[float]
@@ -52,7 +59,11 @@ class Recorded:
 
 
 class RankRecording(CollectiveSchedule):
-    """The schedule of one impl on ranks: iterations without torch's profiler, for what it costs, and with it."""
+    """Runs iterations of one impl, first without torch's profiler, to measure its overhead, then with it.
+
+    Attributes:
+        recorded: the result, once `sample` has succeeded.
+    """
 
     recorded: Recorded
 
@@ -62,7 +73,7 @@ class RankRecording(CollectiveSchedule):
         super().__init__(task.case, [impl], rank.ranks, rank.active_case)
         self.label = f"{task.label} ({impl})"
         self._impl, self._rank, self._barrier = self.live[impl], rank.ranks.rank, barrier
-        self._most = LEAST_ITERATIONS if options.quick else MOST_ITERATIONS
+        self._max_iterations = MIN_ITERATIONS if options.quick else MAX_ITERATIONS
         self._on_gpu = choose_device(options.device) == "cuda"
         self._clock = HostClock()
 
@@ -72,8 +83,8 @@ class RankRecording(CollectiveSchedule):
 
     def sample(self) -> None:
         self._agree_on_verdicts()
-        took_s = self._impl.attempt(self._iteration_s)
-        count = self.vote(took_s, self._decide_iterations)
+        iteration_s = self._impl.attempt(self._iteration_s)
+        count = self.vote(iteration_s, self._decide_iterations)
         self._impl.attempt(lambda: self._record(count))
         self._agree_on_verdicts()
 
@@ -83,8 +94,8 @@ class RankRecording(CollectiveSchedule):
     finish = _agree_on_verdicts
 
     def _decide_iterations(self, votes: list[float | None]) -> int:
-        slowest_s = max(took_s for took_s in votes if took_s is not None)
-        return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), LEAST_ITERATIONS), self._most))
+        slowest_s = max(iteration_s for iteration_s in votes if iteration_s is not None)
+        return int(min(max(ITERATIONS_S / max(slowest_s, 1e-6), MIN_ITERATIONS), self._max_iterations))
 
     def _get_ready(self) -> None:
         self._impl.prepare()
@@ -122,7 +133,7 @@ class RankRecording(CollectiveSchedule):
 
 
 class RankProfile:
-    """This rank's part in a profile. `go` never returns."""
+    """Records this rank's part of a profile."""
 
     def __init__(self, request: ProfileRequest, place: RankEnv, report_path: str = "") -> None:
         self._request, self._place = request, place
@@ -131,6 +142,7 @@ class RankProfile:
         self._failed = False
 
     def go(self) -> NoReturn:
+        """Profiles all cases, writes the folder on rank 0 and exits."""
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
             tasks = self._request.tasks(device_type, self._place.world_size)
@@ -144,19 +156,18 @@ class RankProfile:
         rank.exit()
 
     def _profile(self, tasks: Sequence[Task], device_type: DeviceType) -> list[list[Recorded]]:
-        """On rank 0 what each rank has recorded."""
+        """Profiles the cases. Returns what each rank has recorded on rank 0, nothing on the others."""
         import torch.distributed as dist
 
         rank, ranks, options = self._rank, self._rank.ranks, self._request.options
-        plan = options.resolve(device_type, ranks.size)
-        self._mesh = plan.mesh
+        self._mesh = options.resolve(device_type, ranks.size).mesh
         if ranks.rank == 0:
             refuse_taken(self._request.folder, "remove it")
             print_status(
                 f"{plural(len(tasks), 'case')} to profile on {ranks.size} {device_type} ranks "
-                f"({format_mesh(plan.mesh)})"
+                f"({format_mesh(self._mesh)})"
             )
-        with rank.process_group(plan.mesh, options.timeout_s) as (world, barrier):
+        with rank.process_group(self._mesh, options.timeout_s) as (world, barrier):
             for task in tasks:
                 self._profile_task(task, world, barrier)
             gathered: list[list[Recorded]] | None = [[]] * ranks.size if ranks.rank == 0 else None
@@ -164,27 +175,33 @@ class RankProfile:
         return gathered or []
 
     def _profile_task(self, task: Task, world: LiveWorld, barrier: Callable[[], None]) -> None:
-        now, case, options = self._rank.active_case, task.case, self._request.options
+        active_case, case, options = self._rank.active_case, task.case, self._request.options
         for impl in task.impls:
-            now.begin(task.suite.name, case.name, case.params, task.impls)
+            active_case.begin(task.suite.name, case.name, case.params, task.impls)
             recording = RankRecording(task, impl, self._rank, barrier, options)
             with self._rank.limit(options.timeout_s):
-                bad = recording.run(world).get(impl)
-            if bad is None:
+                failure = recording.run(world).get(impl)
+            if failure is None:
                 self._recorded.append(recording.recorded)
             else:
-                self._failed |= bad.status != "skipped"
+                self._failed |= failure.status != "skipped"
                 if self._place.rank == 0:
-                    complain(f"{recording.label}: {bad.status}, {bad.reason} (rank {bad.rank})")
-        now.end()
+                    complain(f"{recording.label}: {failure.status}, {failure.reason} (rank {failure.rank})")
+        active_case.end()
 
     def _write(self, parts: Sequence[Sequence[Recorded]]) -> int:
-        """On rank 0: the folder. The exit code. parts: of each rank the same sections."""
+        """Writes the folder and returns the exit code.
+
+        Args:
+            parts: for each rank its recordings; all ranks have the same ones.
+        """
         if not self._recorded:
             complain("nothing could be profiled: no profile was written")
             return EXIT_CASE_FAILED
         sections = enumerate(zip(*parts, strict=True), 1)
-        record = RanksProfile(sections=tuple(self._section(number, of) for number, of in sections))
+        record = RanksProfile(
+            sections=tuple(self._section(number, recordings) for number, recordings in sections)
+        )
         write_profile(
             self._request.folder,
             section_tables(record.sections),
@@ -194,39 +211,42 @@ class RankProfile:
         )
         return EXIT_CASE_FAILED if self._failed else EXIT_OK
 
-    def _section(self, number: int, ranks: Sequence[Recorded]) -> RanksSection:
-        label = ranks[0].label
-        name = re.sub(r"[^A-Za-z0-9_.+=]+", "-", f"{number} {label}")[:_LONGEST_NAME].strip("-") + "-"
-        for trace in (one.trace for one in ranks):
+    def _section(self, number: int, recordings: Sequence[Recorded]) -> RanksSection:
+        """Combines the recordings of one impl on all ranks."""
+        label = recordings[0].label
+        name = re.sub(r"[^A-Za-z0-9_.+=]+", "-", f"{number} {label}")[:_MAX_FILE_NAME].strip("-") + "-"
+        for trace in (recorded.trace for recorded in recordings):
             trace.source = f"{name if len(self._recorded) > 1 else ''}rank{trace.rank}.json.gz"
-            trace.calls = list(_calls(trace, self._mesh))
-        job = build_job([one.trace for one in ranks], label)
+            trace.calls = list(_select_calls(trace, self._mesh))
+        job = build_job([recorded.trace for recorded in recordings], label)
 
-        def kept(rows: Iterable[Any]) -> tuple[Any, ...]:
-            return tuple(row for row in rows if row.mesh_dim != _BETWEEN)
+        def without_barriers(rows: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(row for row in rows if row.mesh_dim != _BARRIERS)
 
         return RanksSection(
             job=structs.replace(
                 job,
-                ranks=tuple(structs.replace(rank, dims=kept(rank.dims)) for rank in job.ranks),
-                collectives=kept(job.collectives),
-                waits=kept(job.waits),
+                ranks=tuple(structs.replace(rank, dims=without_barriers(rank.dims)) for rank in job.ranks),
+                collectives=without_barriers(job.collectives),
+                waits=without_barriers(job.waits),
             ),
-            plain_us=max(fmean(rank.plain_us) for rank in ranks),
+            plain_us=max(fmean(recorded.plain_us) for recorded in recordings),
             profiled_us=max((rank.step_s or 0.0) * 1e6 for rank in job.ranks),
         )
 
 
-def _calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
-    """Those of iterations, and barriers, which bring all ranks' clocks together. A mesh of one dim has the group of all
-    ranks, which no trace names so."""
+def _select_calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
+    """Yields the calls of iterations, and the barriers between them, which are used to align the clocks.
+
+    The only dim of a mesh uses the default group, which a trace does not name after the dim.
+    """
     for call in trace.calls:
         dim = mesh[0][0] if len(mesh) == 1 else call.group.mesh_dim
-        dim = _BETWEEN if call.collective == "barrier" else dim
-        if dim == _BETWEEN or any(start <= call.start < end for start, end in trace.steps.spans):
+        dim = _BARRIERS if call.collective == "barrier" else dim
+        if dim == _BARRIERS or any(start <= call.start < end for start, end in trace.steps.spans):
             yield call._replace(group=call.group._replace(mesh_dim=dim))
 
 
-def report_failure(diagnosis: Diagnosis, now: ActiveCase) -> None:
-    """The last line of a profile that could not be finished."""
-    complain(f"{diagnosis.message_during(now)}: no profile was written")
+def report_failure(diagnosis: Diagnosis, active_case: ActiveCase) -> None:
+    """Prints why the ranks could not finish the profile."""
+    complain(f"{diagnosis.message_during(active_case)}: no profile was written")

@@ -1,4 +1,4 @@
-"""The cases that `dtbench profile SUITE[/CASE]` profiles, and the folder it writes."""
+"""Options of `dtbench profile SUITE[/CASE]`: the cases to profile and the folder to write."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from dtbench.engine.tasks import Task, matcher
 from dtbench.errors import UsageError
 from dtbench.suite import DeviceType
 
-# A profile is read case by case; each takes seconds to measure and some hundred events to draw.
-MOST_CASES = 24
-_SHOWN = 8
+# Readers look at one case at a time, and each takes seconds to measure and hundreds of events to draw.
+MAX_CASES = 24
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """`dtbench profile`: options as `dtbench run` has them, the case's name ("": all of the suite), the folder."""
+    """Options of a profile.
+
+    Attributes:
+        options: the options that `dtbench run` has, too.
+        case: name of a case; "" for all cases of the suite.
+        folder: the folder to write.
+        filter_text: the value of --filter.
+    """
 
     options: RunRequest
     case: str
@@ -30,17 +37,26 @@ class ProfileRequest:
     filter_text: str = ""
 
     def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
-        """The cases to profile, the same on every rank; raises UsageError as `choose` does, or for no such suite."""
-        # The filter comes after the case's name, so that a message can name the nearest.
+        """Returns the cases to profile, the same on every rank.
+
+        Raises:
+            UsageError: there is no such suite or case, or too many cases match.
+        """
+        # --filter is applied after the case's name, so that a message can list similar names.
         return choose(select(self.options, device_type, world_size).tasks, self.case, self.filter_text)
 
 
 def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:
-    """From the command line. `options` has everything but the suite; without -o the folder is named by
-    the time.
+    """Builds the request from the command line.
+
+    Args:
+        target: SUITE[/CASE].
+        filter_text: the value of --filter.
+        output: the folder to write; None for a name with the current time.
+        options: the remaining options.
 
     Raises:
-        UsageError: a target that is none.
+        UsageError: the target is malformed.
     """
     suite, case = split_target(target)
     return ProfileRequest(
@@ -52,29 +68,31 @@ def make_request(target: str, filter_text: str, output: Path | None, options: Ru
 
 
 def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
-    """The tasks of that case (all where it is ""), of those that the text matches.
+    """Selects tasks by the name of a case ("" for all) and the text of --filter.
 
     Raises:
-        UsageError: none, with the names that come nearest; or more than a profile can show.
+        UsageError: no task matches, tasks of different kinds match, or more than a profile can show.
     """
     suite, matches = tasks[0].suite.name, matcher(filter_text)
-    named = [task for task in tasks if case in ("", task.case.name)]
-    chosen = [task for task in named if matches(task.label)]
-    labels = "; ".join([task.label for task in chosen or named][:_SHOWN])
-    if not named:
+    of_case = [task for task in tasks if case in ("", task.case.name)]
+    chosen = [task for task in of_case if matches(task.label)]
+    labels = "; ".join([task.label for task in chosen or of_case][:_MAX_LISTED])
+    if not of_case:
         near = difflib.get_close_matches(case, {task.case.name for task in tasks}, cutoff=0.0)
         raise UsageError(
             f"{suite} has no case {case!r}: the nearest are {', '.join(near)}; `dtbench list {suite}` shows all"
         )
     if not chosen:
         raise UsageError(
-            f"--filter {filter_text!r} matches none of the {len(named)} cases of {suite}, such as {labels}"
+            f"--filter {filter_text!r} matches none of the {len(of_case)} cases of {suite}, such as {labels}"
         )
     if len({task.suite.world for task in chosen}) > 1:
-        raise UsageError(f"of these cases some need ranks and some do not, name some of one kind: {labels}")
-    if len(chosen) > MOST_CASES:
         raise UsageError(
-            f"{len(chosen)} cases match, a profile shows at most {MOST_CASES}: name one, as in "
-            f"{suite}/{chosen[0].case.name}, or narrow them with --filter; they are such as {labels}"
+            f"some of these cases need ranks and some do not: name cases of one kind, of {labels}"
+        )
+    if len(chosen) > MAX_CASES:
+        raise UsageError(
+            f"{len(chosen)} cases match, a profile shows at most {MAX_CASES}: name one, as in "
+            f"{suite}/{chosen[0].case.name}, or select some with --filter; the first are {labels}"
         )
     return chosen

@@ -1,9 +1,8 @@
-"""Recorded calls as nested intervals, and from these a table of stages that adds up to the measured whole. Pure.
+"""Breaks recorded calls, trees of nested spans, down into a table of stages that adds up to the measured call.
 
-What records a call slows it. The whole call's time is known from calls that nobody recorded, so the cost
-of recording is fitted: it is what takes the recorded time down to the measured one, shared out among the
-spans as the calibration says. The table therefore adds up; how far the fitted cost lies from the
-calibrated one says how well each stage is known, and stands beside it as "plus or minus".
+Recording slows down a call. The time of a call without recording is measured, so the cost of recording can be fitted:
+it is the difference to the recorded time, distributed among the spans in proportion to their calibrated cost. The table
+therefore adds up. The difference between fitted and calibrated cost is the error of each stage.
 """
 
 from __future__ import annotations
@@ -15,14 +14,21 @@ from dtbench.grouping import in_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
 
-# The fitted cost of recording may be so many times the calibrated one: beyond that something else than
-# recording was slow, and the difference is left unattributed.
-MOST_FIT = 3.0
+# Limit of the fitted cost relative to the calibrated one. Beyond it, something other than recording was slow, and the
+# remaining difference is unattributed.
+MAX_FIT = 3.0
 
 
 @dataclass
 class Span:
-    """One call. kind: which instrument recorded it, since each costs something else."""
+    """A recorded call and those within it.
+
+    Attributes:
+        name: name of the function, op or stage.
+        kind: the kind of record, since each kind has a cost of its own.
+        start_ns, end_ns: nanoseconds.
+        children: the calls within it, in order of time.
+    """
 
     name: str
     kind: str
@@ -35,11 +41,12 @@ class Span:
         return self.end_ns - self.start_ns
 
     def walk(self) -> Iterator[Span]:
-        """The span and all below it, parents first."""
+        """Yields the span and its descendants, parents first."""
         yield self
-        yield from self.below()
+        yield from self.descendants()
 
-    def below(self) -> Iterator[Span]:
+    def descendants(self) -> Iterator[Span]:
+        """Yields all spans within this one, parents first."""
         stack = self.children[::-1]
         while stack:
             span = stack.pop()
@@ -49,7 +56,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Of recording one span, ns. inside: counted in its own duration; outside: in its caller's."""
+    """Cost of recording one span.
+
+    Attributes:
+        inside_ns: the part that lengthens the span itself.
+        outside_ns: the part that lengthens its parent.
+    """
 
     inside_ns: float
     outside_ns: float
@@ -59,59 +71,66 @@ class Overhead:
         return self.inside_ns + self.outside_ns
 
 
-NOTHING = Overhead(0.0, 0.0)
-# torch's record of an op that is handed to a tensor subclass: what is around it is dispatch, not work.
-HANDED_OVER = "PythonSubclass"
+NO_OVERHEAD = Overhead(0.0, 0.0)
+# An op that torch passes on to a tensor subclass. The ops around it dispatch and do no work.
+SUBCLASS_OP = "PythonSubclass"
 
 
 def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[Span]:
-    """The outermost spans of a log of brackets: name index, start ns ... end ns, -1."""
-    top: list[Span] = []
-    opened: list[Span] = []
+    """Returns the outermost spans of a log of brackets.
+
+    Args:
+        log: two numbers for each bracket: index of the name and start, or end and -1; nanoseconds.
+        names: the names.
+        kind: the kind of record.
+    """
+    outermost: list[Span] = []
+    open_spans: list[Span] = []
     for first, second in zip(log[::2], log[1::2], strict=True):
         if second == -1:
-            opened.pop().end_ns = first
+            open_spans.pop().end_ns = first
         else:
             span = Span(names[first], kind, second, second)
-            (opened[-1].children if opened else top).append(span)
-            opened.append(span)
-    return top
+            (open_spans[-1].children if open_spans else outermost).append(span)
+            open_spans.append(span)
+    return outermost
 
 
 def self_times(
     root: Span, overheads: Mapping[str, Overhead]
 ) -> Iterator[tuple[Span, tuple[str, ...], float]]:
-    """Of each span in the tree: (span, names from the root to it, ns spent in it and in no child).
+    """Yields for each span of a tree (span, names from the root to it, nanoseconds in it but in no child).
 
-    The instrument's share is taken off: what lies inside the span itself, and outside each child.
+    The cost of recording is subtracted: the inner one of the span itself, and the outer one of each child.
     """
     stack: list[tuple[Span, tuple[str, ...]]] = [(root, (root.name,))]
     while stack:
         span, path = stack.pop()
-        own = overheads.get(span.kind, NOTHING)
-        alone = span.duration_ns - own.inside_ns
+        self_ns = span.duration_ns - overheads.get(span.kind, NO_OVERHEAD).inside_ns
         for child in span.children:
-            alone -= child.duration_ns + overheads.get(child.kind, NOTHING).outside_ns
+            self_ns -= child.duration_ns + overheads.get(child.kind, NO_OVERHEAD).outside_ns
             stack.append((child, (*path, child.name)))
-        yield span, path, alone
+        yield span, path, self_ns
 
 
 def fold(
     calls: Sequence[Span], overheads: Mapping[str, Overhead], rename: Callable[[str], str], total_ns: float
 ) -> dict[tuple[str, ...], float]:
-    """Stack -> ns per call, over all the calls: what a flame graph draws. They add up to total_ns: a self time that the
-    correction takes below zero counts as zero there, and the others make room."""
+    """Returns stack -> nanoseconds per call, for a flame graph.
+
+    Self times that the correction makes negative become zero, and all are scaled so that they add up to `total_ns`.
+    """
     folded: dict[tuple[str, ...], float] = {}
     for call in calls:
-        for _, path, alone in self_times(call, overheads):
+        for _, path, self_ns in self_times(call, overheads):
             stack = tuple(map(rename, path))
-            folded[stack] = folded.get(stack, 0.0) + alone
-    kept = {stack: max(ns, 0.0) for stack, ns in folded.items()}
-    scale = max(total_ns / max(sum(kept.values()), 1e-9), 0.0)
-    return {stack: ns * scale for stack, ns in kept.items()}
+            folded[stack] = folded.get(stack, 0.0) + self_ns
+    positive = {stack: max(ns, 0.0) for stack, ns in folded.items()}
+    scale = max(total_ns / max(sum(positive.values()), 1e-9), 0.0)
+    return {stack: ns * scale for stack, ns in positive.items()}
 
 
-# Yields, for each piece of a call, (stage, ns in it, spans whose recording it bears).
+# Yields for each piece of a call (stage, nanoseconds in it, cost of recording that was subtracted from them).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
 
 
@@ -122,59 +141,69 @@ def break_down(
     pieces: Pieces,
     ignored: str = "",
 ) -> tuple[CallStages, Mapping[str, Overhead]]:
-    """The table of one or more calls, without label, impl and source, and the fitted cost of recording a span.
+    """Returns the table of some calls, without label, impl and source, and the fitted cost of recording a span.
 
-    ignored: name of spans that are the instrument's own work.
+    Args:
+        calls: recorded calls.
+        whole_ns: time of a call without recording.
+        calibrated: kind of record -> its cost.
+        pieces: assigns the parts of a call to stages.
+        ignored: name of spans in which the instrument itself works.
     """
-    recorded = sum(call.duration_ns for call in calls) / len(calls)
-    own = sum(s.duration_ns for c in calls for s in c.walk() if s.name == ignored) / len(calls)
-    cost = sum(_cost_within(call, calibrated, ignored) for call in calls) / len(calls)
-    scale = min(max((recorded - own - whole_ns) / cost, 0.0), MOST_FIT) if cost > 0 else 1.0
-    fitted = {kind: Overhead(o.inside_ns * scale, o.outside_ns * scale) for kind, o in calibrated.items()}
-    time: dict[str, float] = {}
-    borne: dict[str, float] = {}
+    recorded_ns = sum(call.duration_ns for call in calls) / len(calls)
+    ignored_spans = (span for call in calls for span in call.walk() if span.name == ignored)
+    ignored_ns = sum(span.duration_ns for span in ignored_spans) / len(calls)
+    cost_ns = sum(_recording_cost(call, calibrated, ignored) for call in calls) / len(calls)
+    scale = min(max((recorded_ns - ignored_ns - whole_ns) / cost_ns, 0.0), MAX_FIT) if cost_ns > 0 else 1.0
+    fitted = {
+        kind: Overhead(overhead.inside_ns * scale, overhead.outside_ns * scale)
+        for kind, overhead in calibrated.items()
+    }
+    stage_ns: dict[str, float] = {}
+    stage_cost_ns: dict[str, float] = {}
     for call in calls:
         for stage, ns, _ in pieces(call, fitted):
-            time[stage] = time.get(stage, 0.0) + ns / len(calls)
-        for stage, _, cost_ns in pieces(call, calibrated):
-            borne[stage] = borne.get(stage, 0.0) + cost_ns / len(calls)
-    time.pop(ignored, None)
+            stage_ns[stage] = stage_ns.get(stage, 0.0) + ns / len(calls)
+        for stage, _, ns in pieces(call, calibrated):
+            stage_cost_ns[stage] = stage_cost_ns.get(stage, 0.0) + ns / len(calls)
+    stage_ns.pop(ignored, None)
     rows = tuple(
-        Stage(stage=s, ns=time[s], plus_minus_ns=borne[s] * abs(scale - 1)) for s in in_order(time, STAGES)
+        Stage(stage=stage, ns=stage_ns[stage], plus_minus_ns=stage_cost_ns[stage] * abs(scale - 1))
+        for stage in in_order(stage_ns, STAGES)
     )
     table = CallStages(
         label="",
         impl="",
         source="",
         whole_ns=whole_ns,
-        recorded_ns=recorded,
+        recorded_ns=recorded_ns,
         calls=len(calls),
         rows=rows,
-        spans_per_call=sum(1 for c in calls for _ in c.walk()) / len(calls),
+        spans_per_call=sum(1 for call in calls for _ in call.walk()) / len(calls),
         fitted_to_calibrated=scale,
         unattributed_ns=whole_ns - sum(row.ns for row in rows),
     )
     return table, fitted
 
 
-def _cost_within(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
-    """What recording the call's spans added to its duration, but for what lies inside the ignored ones."""
-    cost = -overheads.get(call.kind, NOTHING).outside_ns  # the root's lies before and after it
+def _recording_cost(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
+    """Returns the nanoseconds that recording added to a call, except within ignored spans."""
+    cost_ns = -overheads.get(call.kind, NO_OVERHEAD).outside_ns  # the root's lies before and after it
     for span in call.walk():
-        of = overheads.get(span.kind, NOTHING)
-        cost += of.outside_ns if span.name == ignored else of.total_ns
-    return cost
+        overhead = overheads.get(span.kind, NO_OVERHEAD)
+        cost_ns += overhead.outside_ns if span.name == ignored else overhead.total_ns
+    return cost_ns
 
 
 def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
-    """Where the spans are named by their stage, as the core's counters name them."""
-    for span, _, alone in self_times(call, overheads):
-        outside_ns = sum(overheads.get(child.kind, NOTHING).outside_ns for child in span.children)
-        yield span.name, alone, overheads.get(span.kind, NOTHING).inside_ns + outside_ns
+    """Yields the pieces of a call whose spans are named by their stages, as the core's counters name them."""
+    for span, _, self_ns in self_times(call, overheads):
+        outside_ns = sum(overheads.get(child.kind, NO_OVERHEAD).outside_ns for child in span.children)
+        yield span.name, self_ns, overheads.get(span.kind, NO_OVERHEAD).inside_ns + outside_ns
 
 
-# torch's DTensor, by file and function: (part of the frame's name, stage). Read from
-# torch/distributed/tensor of 2.11 and 2.13; a frame that none names belongs to its caller's stage.
+# (part of a frame's name, stage) for files and functions of torch's DTensor, from torch/distributed/tensor of 2.11 and
+# 2.13. The last match counts. A frame without a match belongs to its caller's stage.
 _FRAMES: tuple[tuple[str, str], ...] = (
     ("simple_registry.py", "entry"),
     ("_ops.py(", "key"),
@@ -193,38 +222,40 @@ _FRAMES: tuple[tuple[str, str], ...] = (
     ("_dispatch.py(", "glue"),
     ("): wrap", "wrap"),
 )
-# Once a call is in one of these, it stays until it returns; a redistribution may communicate.
-_KEEPS = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
+# Stages that include everything below them; only a redistribution may contain communication.
+_INCLUSIVE = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
 
 
 def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
-    """Where the spans are torch's Python and C++ frames.
+    """Yields the pieces of a call whose spans are torch's Python and C++ frames.
 
-    The C++ of torch's dispatch has no frames of its own. Between two Python frames it is counted with the
-    stage of the frame that comes next; before the op on the shards, with that op.
+    torch's dispatch in C++ has no frames. Between two Python frames, it belongs to the stage of the next frame; before
+    the op on the shards, to that op.
     """
-    handing = {id(span) for span in call.walk() if any(s.name == HANDED_OVER for s in span.below())}
+    dispatching = {
+        id(span) for span in call.walk() if any(below.name == SUBCLASS_OP for below in span.descendants())
+    }
     stack: list[tuple[Span, str]] = [(call, "entry")]
     while stack:
         span, stage = stack.pop()
-        own = overheads.get(span.kind, NOTHING)
-        at, left_inside = span.start_ns, own.inside_ns
+        # Nanoseconds of the span's inner cost that no piece has subtracted yet.
+        gap_start_ns, inside_ns = span.start_ns, overheads.get(span.kind, NO_OVERHEAD).inside_ns
         for child in span.children:
-            next_stage = _stage_of(child, stage, handing)
-            outside = overheads.get(child.kind, NOTHING).outside_ns
-            gap_stage = next_stage if span.name == HANDED_OVER else stage
-            yield gap_stage, child.start_ns - at - outside - left_inside, outside + left_inside
-            at, left_inside = child.end_ns, 0.0
+            next_stage = _find_stage(child, stage, dispatching)
+            outside_ns = overheads.get(child.kind, NO_OVERHEAD).outside_ns
+            gap_stage = next_stage if span.name == SUBCLASS_OP else stage
+            yield gap_stage, child.start_ns - gap_start_ns - outside_ns - inside_ns, outside_ns + inside_ns
+            gap_start_ns, inside_ns = child.end_ns, 0.0
             stack.append((child, next_stage))
-        # C++ between two Python frames belongs to what comes next: after the last hash comes the look-up.
-        end_stage = "entry" if span.name == HANDED_OVER and span.children else stage
-        yield end_stage, span.end_ns - at - left_inside, left_inside
+        end_stage = "entry" if span.name == SUBCLASS_OP and span.children else stage
+        yield end_stage, span.end_ns - gap_start_ns - inside_ns, inside_ns
 
 
-def _stage_of(span: Span, stage: str, handing: set[int]) -> str:
-    if span.name.startswith("aten::") and id(span) not in handing:
-        return stage if stage in _KEEPS else "local op"
-    named = next((of for part, of in reversed(_FRAMES) if part in span.name), stage)
-    if stage in _KEEPS and not (stage == "redistribute" and named == "communicate"):
+def _find_stage(span: Span, stage: str, dispatching: set[int]) -> str:
+    """Returns the stage of a span, given its parent's stage and the ids of spans around a `SUBCLASS_OP`."""
+    if span.name.startswith("aten::") and id(span) not in dispatching:
+        return stage if stage in _INCLUSIVE else "local op"
+    named = next((frame_stage for part, frame_stage in reversed(_FRAMES) if part in span.name), stage)
+    if stage in _INCLUSIVE and not (stage == "redistribute" and named == "communicate"):
         return stage
     return named

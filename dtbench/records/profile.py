@@ -1,4 +1,4 @@
-"""What `dtbench profile` writes of a suite's cases: the table of calls or of ranks."""
+"""The table that `dtbench profile` writes for cases of a suite: of calls by stage, or of ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from dtbench.fields import Amount, Count, Real, Time
 from dtbench.records.job import Job
 from dtbench.text.units import significant
 
-# The change that counts elsewhere (`stats.MIN_CHANGE`); and a CPU's share for calls beside the kernel's own work.
-ADDS_UP_WITHIN, ALONE = 0.02, 0.9
+# Largest difference between the stages and the whole call, beyond the stages' errors: the same change counts as one
+# elsewhere (`stats.MIN_CHANGE`).
+MAX_SUM_DIFFERENCE = 0.02
+MIN_CPU_SHARE = 0.9  # of the time in which this process must have run
 
 
 class Stage(Struct, frozen=True, kw_only=True):
-    """A stage of a call, ns, without what recording cost. plus_minus_ns: how well that is known."""
+    """Time of one stage of a call, without the cost of recording.
+
+    Attributes:
+        stage: name of the stage.
+        ns: nanoseconds per call.
+        plus_minus_ns: its error.
+    """
 
     stage: str
     ns: Real
@@ -24,12 +32,22 @@ class Stage(Struct, frozen=True, kw_only=True):
 
 
 class CallStages(Struct, frozen=True, kw_only=True):
-    """Where the time of one impl of a case goes, ns per call.
+    """Time of one impl of a case by stage, nanoseconds per call.
 
-    source: what recorded the calls, so many of them. whole_ns: of a call that nobody recorded; recorded_ns: of one that
-    was. unattributed_ns: what the rows leave of the whole, 0 unless the fit was out of reach. fitted_to_calibrated: the
-    cost of recording a span here, over that of recording one alone. floor_ns: of plain tensors. on_cpu:
-    the share of whole_ns, or if smaller of floor_ns, in which this process ran. caveat: why not to trust the times.
+    Attributes:
+        label: suite, case and params.
+        impl: the impl.
+        source: the instrument that recorded the calls.
+        whole_ns: time of a call that is not recorded.
+        recorded_ns: time of a recorded call.
+        calls: number of recorded calls.
+        rows: the stages.
+        spans_per_call: number of recorded spans.
+        fitted_to_calibrated: cost of recording a span in these calls, relative to its calibrated cost.
+        floor_ns: time of the same op on plain tensors.
+        unattributed_ns: whole_ns minus the sum of the stages; 0 unless the fitted cost reached its limit.
+        on_cpu: share of the time in which this process had the CPU, the smaller of whole calls and of the floor.
+        caveat: why the times are unreliable; "" if they are not.
     """
 
     label: str
@@ -47,38 +65,43 @@ class CallStages(Struct, frozen=True, kw_only=True):
     caveat: str = ""
 
     def __post_init__(self) -> None:
-        doubts = {
+        reasons = {
             "the stages do not add up to the whole call within their errors": not self.adds_up,
             "the plain op alone took longer than the whole call": (self.floor_ns or 0.0)
-            > (1 + ADDS_UP_WITHIN) * self.whole_ns,
-            f"other programs had the CPU for {1 - self.on_cpu:.0%} of the time": self.on_cpu < ALONE,
+            > (1 + MAX_SUM_DIFFERENCE) * self.whole_ns,
+            f"other programs had the CPU for {1 - self.on_cpu:.0%} of the time": self.on_cpu < MIN_CPU_SHARE,
         }
-        if any(doubts.values()):
-            doubted = "; ".join(words for words, holds in doubts.items() if holds)
-            force_setattr(self, "caveat", f"unreliable: {doubted}; profile again on a quiet machine")
+        if any(reasons.values()):
+            text = "; ".join(reason for reason, applies in reasons.items() if applies)
+            force_setattr(self, "caveat", f"unreliable: {text}; profile again on a quiet machine")
 
     @property
     def adds_up(self) -> bool:
-        """Whether the stages and the whole agree within the errors that stand beside the stages."""
-        doubt_ns = sum(row.plus_minus_ns for row in self.rows)
-        beyond_ns = [max(-row.ns, row.ns - self.whole_ns) - row.plus_minus_ns for row in self.rows]
-        return max(abs(self.unattributed_ns) - doubt_ns, *beyond_ns) <= ADDS_UP_WITHIN * self.whole_ns
+        """Whether the stages add up to the whole call within their errors."""
+        error_ns = sum(row.plus_minus_ns for row in self.rows)
+        excess_ns = [max(-row.ns, row.ns - self.whole_ns) - row.plus_minus_ns for row in self.rows]
+        return max(abs(self.unattributed_ns) - error_ns, *excess_ns) <= MAX_SUM_DIFFERENCE * self.whole_ns
 
     def share(self, stage: Stage) -> float | None:
-        """A stage's part of the whole call; None where they do not add up."""
+        """Returns a stage's share of the whole call; None if the stages do not add up."""
         return min(max(stage.ns / self.whole_ns, 0.0), 1.0) if self.adds_up and self.whole_ns else None
 
 
 class CallsProfile(Struct, frozen=True, kw_only=True):
-    """The table of a profile of calls."""
+    """Table of calls by stage."""
 
     kind: Literal["profile of calls"] = "profile of calls"
     cases: tuple[CallStages, ...]
 
 
 class RanksSection(Struct, frozen=True, kw_only=True):
-    """An impl of a case on ranks; a step of the job is an iteration. plain_us, profiled_us: an iteration of the slowest
-    rank without and with the profiler, means."""
+    """One impl of a case on ranks.
+
+    Attributes:
+        job: its figures; each step is an iteration.
+        plain_us: mean iteration time of the slowest rank without torch's profiler.
+        profiled_us: the same with torch's profiler.
+    """
 
     job: Job
     plain_us: Time
@@ -86,6 +109,7 @@ class RanksSection(Struct, frozen=True, kw_only=True):
 
     @property
     def overhead_text(self) -> str:
+        """A sentence about the profiler's overhead."""
         return (
             f"An iteration of the slowest rank takes {significant(self.plain_us)} µs without the profiler, "
             f"{significant(self.profiled_us)} µs with it ({self.profiled_us / self.plain_us - 1:+.0%})."
@@ -93,7 +117,7 @@ class RanksSection(Struct, frozen=True, kw_only=True):
 
 
 class RanksProfile(Struct, frozen=True, kw_only=True):
-    """The table of a profile of ranks."""
+    """Table of a profile on ranks."""
 
     kind: Literal["profile of ranks"] = "profile of ranks"
     sections: tuple[RanksSection, ...]

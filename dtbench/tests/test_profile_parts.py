@@ -92,7 +92,7 @@ def test_what_no_fit_explains_is_left_unattributed() -> None:
     assert breakdown.fitted_to_calibrated == 0
     assert breakdown.unattributed_ns > 5000
     assert all(row.plus_minus_ns > 0 for row in breakdown.rows)
-    assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MOST_FIT
+    assert broken_down([made_up_call(slow=9)], 10.0).fitted_to_calibrated == stages.MAX_FIT
 
 
 def times_of(**changes: Any) -> CallStages:
