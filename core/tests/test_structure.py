@@ -23,7 +23,7 @@ COLLECTIVES = {
     and callable(getattr(owner, name))
 }
 # Owners of such a name that send nothing: our own functions, and ops on one rank's tensors.
-LOCAL = re.compile(r"comm|functools|checkpoint|above|aten(\.\w+)?")
+LOCAL = re.compile(r"comm|functools|checkpoint|shifted|aten(\.\w+)?")
 # torch_compat gives names one spelling over torch's versions; the others are the simulated transport itself.
 EXEMPT = {"torch_compat.py", "simulate/group.py"}
 

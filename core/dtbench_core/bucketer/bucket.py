@@ -32,7 +32,7 @@ from dtbench_core.torch_compat import is_capturing
 
 Callback = Callable[[Tensor], object]
 Op = Literal["sum", "avg", "premul"]
-# When ranks compare the shapes of their inputs before a collective. "first": until the first flush.
+# When ranks compare the shapes of their inputs before a collective. "first" means until the first flush.
 CheckRanks = Literal["first", "always", "never"]
 CHECK_RANKS: tuple[CheckRanks, ...] = ("first", "always", "never")
 

@@ -121,7 +121,7 @@ class ReduceScatterBucketer:
         Raises:
             BucketError: not one tensor per rank of `group`; tensors that differ in shape, dtype or device; a dim 0
                 that n does not divide; ranks that disagree.
-            Exception: raised by a callback that became due. The new input is in its bucket even so.
+            Exception: raised by a callback that became due. The new input has been added nevertheless.
         """
         # The common cases need few checks; `check_input` handles all other inputs, and mistakes.
         if type(input_list) is Tensor:

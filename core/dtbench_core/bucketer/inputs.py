@@ -122,8 +122,7 @@ def _plain(tensor: Tensor) -> Tensor:
 def _check_dtensor(tensor: Wrapper, group: ProcessGroup) -> CheckedInput:
     """Checks a DTensor and takes its local part.
 
-    If `group` belongs to one of its mesh dims, it must be Partial on that dim, and the result is a DTensor sharded
-    there.
+    If `group` is that of a mesh dim, the DTensor must be Partial there, and the result is a DTensor sharded there.
     """
     spec = tensor._spec
     dim = _mesh_dim_of(spec, group)

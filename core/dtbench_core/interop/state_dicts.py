@@ -61,7 +61,10 @@ def sharded_state_dict(full: Any, like: Any, *, broadcast_from_rank0: bool = Fal
     leaves, tree = tree_flatten_with_path(like)
     like_by_name = {keystr(path): leaf for path, leaf in leaves}
     full_by_name = {keystr(path): leaf for path, leaf in tree_flatten_with_path(full)[0]}
-    metas: dict[str, Any] = {name: _meta_or_value(leaf) for name, leaf in full_by_name.items()}
+    metas: dict[str, Any] = {
+        name: _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in full_by_name.items()
+    }
     if broadcast_from_rank0:
         metas = comm.all_gather_objects(metas if dist.get_rank() == 0 else None)[0]
     _check_same(metas, like_by_name)
@@ -99,10 +102,6 @@ class _Meta(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-
-def _meta_or_value(leaf: object) -> Any:
-    return _Meta(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _check_same(metas: dict[str, Any], like: dict[str, Any]) -> None:

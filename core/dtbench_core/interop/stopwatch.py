@@ -64,8 +64,7 @@ _METHODS: tuple[tuple[type, str, str], ...] = (
 )
 _CACHES = ("plans", "functions")  # attributes of `dispatch`
 
-# The records of nested calls: index of the stage in NAMES and start (ns), the records of inner calls, end (ns) and
-# END.
+# The record of a call: index of its stage in NAMES, start (ns), the records of calls within it, end (ns), END.
 Log = list[int]
 _Replacement = tuple[Any, str, Any]  # owner, attribute, timed function
 END = -1

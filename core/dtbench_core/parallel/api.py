@@ -36,8 +36,8 @@ def parallelize_module(
         parallelize_plan: a style for `module` itself, or a mapping of fully qualified names to styles. Each part of a
             name between dots is a shell pattern ("layers.*.w[13]"); "" is the module itself. A name without a match
             causes a warning. None causes a warning and changes nothing.
-        tp_mesh_dim: the dim of `device_mesh` to shard over, by index or name. Every index of the other dims holds a
-            replica of the sharded module; `shard_parameters` shards the parameters over one of these dims too.
+        tp_mesh_dim: the dim of `device_mesh` to shard over, by index or name. Along the other dims, the
+            sharded module is replicated; `shard_parameters` shards the parameters over one of these dims too.
         src_data_rank: the rank in the mesh whose parameter values are distributed. None: every rank keeps its part of
             its own values, and nothing is sent.
 

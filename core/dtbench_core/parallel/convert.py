@@ -62,7 +62,7 @@ KnownLengths = dict[tuple[object, int, int], int]
 
 
 def known_lengths_of(module: object, mesh: DeviceMesh, layout: Placement) -> KnownLengths | None:
-    """Returns the lengths that `module` has read so far.
+    """Returns the record of inputs that `module` has read so far; see Note [Lengths of plain parts].
 
     None in a compiled graph, and for a layout that does not shard.
     """

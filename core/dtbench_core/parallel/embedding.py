@@ -65,7 +65,7 @@ class EmbeddingRows(torch.autograd.Function):
 def look_up_rows(module: nn.Embedding, index: Tensor) -> Tensor:
     """Replaces the forward of an Embedding sharded by rows: [...] -> [..., width], a pending sum.
 
-    An index outside the whole table raises on every rank, as it would on one device.
+    An index outside the whole table is an error on every rank, as it would be on one device.
     """
     padding = -1 if module.padding_idx is None else module.padding_idx
     return cast("Tensor", EmbeddingRows.apply(module.weight, index, padding))

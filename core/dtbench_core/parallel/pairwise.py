@@ -45,7 +45,7 @@ Prepare = Callable[[Any, DeviceMesh], Any]
 
 
 class PairwiseParallel(ParallelStyle):
-    """Shards an MLP: of the Linear children of a module, by turns one by columns and the next by rows.
+    """Shards the Linear children of a module (an MLP) alternately by columns and by rows.
 
     A last Linear without a partner stays unchanged. If a module has fewer than two Linears, its descendants are
     searched for modules that have them; the children of an MLP are not searched. Linears must be called in their

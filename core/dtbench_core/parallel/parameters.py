@@ -85,7 +85,7 @@ _placed_parameters: Any = WeakIdKeyDictionary()
 
 
 def formerly_tied_parameters(module: nn.Module) -> list[str]:
-    """Returns the names of parameters that were tied to one now sharded, but that no style has replaced."""
+    """Returns the names of parameters that were tied to a parameter now sharded, and that no style has replaced."""
     return [name for name, parameter in module.named_parameters() if parameter in _placed_parameters]
 
 

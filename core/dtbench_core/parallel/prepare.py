@@ -39,7 +39,7 @@ class PrepareModuleInput(ParallelStyle):
         use_local_output: whether to pass this rank's plain parts to the module instead of DTensors.
 
     Raises:
-        LayoutsError: layouts without desired layouts, or of another number.
+        LayoutsError: layouts without desired layouts, or different numbers of both.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PrepareModuleOutput(ParallelStyle):
         use_local_output: whether to return this rank's plain parts instead of DTensors.
 
     Raises:
-        LayoutsError: another number of layouts than of desired layouts.
+        LayoutsError: different numbers of layouts and desired layouts.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """Combines PrepareModuleInput and PrepareModuleOutput, which describe the arguments.
+    """Combines PrepareModuleInput and PrepareModuleOutput; their arguments are described there.
 
     `use_local_input` is the `use_local_output` of PrepareModuleInput.
     """

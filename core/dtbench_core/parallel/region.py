@@ -44,7 +44,7 @@ PLAIN_SEED_OFFSET = 1 << 24
 
 
 class TensorParallelRNG:
-    """The random streams of one mesh. `tensor_parallel_rng` returns it.
+    """The streams of random numbers of one mesh, one for each part of a tensor. `tensor_parallel_rng` returns it.
 
     Attributes:
         enabled: whether DTensors of the mesh, and plain tensors inside `region`, draw from these streams. Initially

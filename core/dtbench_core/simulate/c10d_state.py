@@ -63,8 +63,9 @@ class _ByThread:
 def use_thread_tables(tables_of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
     """Context in which each thread uses the process groups in the tables that `tables_of_thread` returns for it.
 
-    DeviceMesh must treat equal meshes of different threads as different, in `==` and in every cache of torch with a
-    mesh in its key. It does so for one backend only, which it recognises by name. `backend` reports that name.
+    In addition, equal DeviceMeshes of different threads must differ, in `==` and so in every cache of torch with a
+    mesh in its key. DeviceMesh provides this for one backend, which it recognises by name. `backend` reports that
+    name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 

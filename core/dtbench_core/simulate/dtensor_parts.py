@@ -25,7 +25,7 @@ from dtbench_core.simulate.local_tensor import LocalTensor, PlainCopies, RankPar
 
 
 class CoreParts(RankParts):
-    """Also splits DTensors, specs and mesh infos by rank, and joins DTensors."""
+    """Splits DTensors, specs and mesh infos by rank, too, and joins DTensors."""
 
     def __init__(self, ranks: Sequence[int], copies: PlainCopies | None = None) -> None:
         super().__init__(copies)

@@ -257,7 +257,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
-    """The end of a process group on one rank, with the methods that torch.distributed calls.
+    """The process group object of one rank (its end of the group), with the methods that torch.distributed calls.
 
     torch 2.13 renamed the flat collectives; both names are defined. Functional collectives, which c10d calls from
     C++, use the same methods.
@@ -471,13 +471,14 @@ _sibling_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroups] = weak
 
 
 def declare_group(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) -> None:
-    """Declares which ranks call a collective on `group`, or on their own counterpart of it.
+    """Declares which ranks call a collective together when the process calls it on `group`.
 
     Needed only for groups made by hand; the groups of a DeviceMesh are recognised.
 
     Args:
-        groups: the global ranks of each group, in group order, including those of `group` itself. Other ranks do not
-            call the collective.
+        group: a group of the process.
+        groups: the global ranks of each group that calls the collective at the same time, in group order, including
+            those of `group` itself. Other ranks do not call it.
 
     Raises:
         SimulationError: `groups` does not include the ranks of `group`.

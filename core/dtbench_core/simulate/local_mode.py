@@ -195,7 +195,7 @@ def _below_autograd(op: Any, /, *args: object, **kwargs: object) -> Any:
 
 
 def _has_other_types(types: Iterable[type], allowed: type = LocalTensor) -> bool:
-    """Whether other tensor subclasses than `allowed` are involved. (torch lists plain tensors at times.)"""
+    """Whether tensor subclasses other than LocalTensor and `allowed` are involved. (torch may list plain tensors.)"""
     return any(not issubclass(kind, (LocalTensor, allowed)) and not is_plain(kind) for kind in types)
 
 
@@ -235,8 +235,8 @@ def tensor_map(tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> 
 def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function of one rank's tensors and numbers that has no side effects.
 
-    In a LocalTensorMode, and given LocalTensors or rank-dependent numbers, the function is called as each rank with
-    that rank's values. Otherwise it is called as it stands.
+    In a LocalTensorMode, if an argument is a LocalTensor or a rank-dependent number, the function is called as each
+    rank with that rank's values. Otherwise it is called directly.
     """
 
     @functools.wraps(fn)

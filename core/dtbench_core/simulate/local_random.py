@@ -33,7 +33,7 @@ def set_generator_states(states: States) -> None:
 
 
 class RankStates:
-    """The states of all generators on `ranks`. A generator's present state is the start for every rank."""
+    """The states of all generators on `ranks`. Every rank starts from the generator's own state."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._ranks = tuple(sorted(ranks))

@@ -115,9 +115,9 @@ class LocalTensor(torch.Tensor):
         return self._local_tensors[rank].detach()
 
     def wait(self) -> LocalTensor:
-        """Returns the tensor itself: a simulated collective is complete when it returns.
+        """Returns the tensor itself, since a simulated collective is complete when it returns.
 
-        Code that waits for the result of any collective works here, too.
+        Code for asynchronous collectives calls this on their results.
         """
         return self
 
@@ -354,7 +354,7 @@ def joined(values: Mapping[int, Any], parts: RankParts, name: str) -> Any:
     """Joins the ranks' results: tensors become a LocalTensor, and a number that differs becomes one number per rank.
 
     Args:
-        parts: has taken the ranks' arguments apart.
+        parts: has given each rank its part of the arguments.
         name: names the op or function in messages.
 
     Raises:

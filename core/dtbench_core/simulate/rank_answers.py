@@ -1,7 +1,7 @@
 """Makes torch and the core answer per rank while a LocalTensorMode is active.
 
 `dist.get_rank()` and the coordinates in a DeviceMesh become rank-dependent numbers; in code that runs as one rank,
-they are that rank's numbers. The group of a mesh dim becomes the rank's own end of it. torch.distributed itself is
+they are that rank's numbers. The group of a mesh dim becomes that rank's group object. torch.distributed itself is
 still in a fake world, in which this process is a single rank.
 
 Functions of the core that compute with a rank's own part are called as each rank.
@@ -119,7 +119,7 @@ def _set_rng_state(mode: RankRunner, original: Call, new_state: torch.Tensor, de
 
 
 def _call_as_ranks(mode: RankRunner, original: Call, *args: object, **kwargs: object) -> Any:
-    """Calls a function of the core that computes with a rank's own part once as each rank."""
+    """Calls a function of the core once as each rank, since it computes with a rank's own part."""
     if not mode.runs_for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
     return mode.call_as_ranks(original, args, kwargs, name=original.__name__, sees_ops=False)

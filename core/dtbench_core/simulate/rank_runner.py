@@ -32,7 +32,7 @@ suspended: ContextVar[bool] = ContextVar("dtbench_core.simulate.suspended", defa
 
 
 class RankRunner(TorchDispatchMode):
-    """Base of LocalTensorMode: the state of each simulated rank, and calls as each rank.
+    """Base of LocalTensorMode, which keeps the state of each simulated rank and calls functions as each rank.
 
     Args:
         ranks: how many ranks from 0 on, or which global ranks.
@@ -104,7 +104,7 @@ class RankRunner(TorchDispatchMode):
     # ---- process groups ----
 
     def rank_group(self, group: dist.ProcessGroup, rank: int) -> SimulatedGroup:
-        """Returns the group in which `rank` takes part where the process uses `group`.
+        """Returns the group object that `rank` uses where the process uses `group`.
 
         Raises:
             SimulationError: the ranks that call collectives together with `group` do not include `rank`.
@@ -159,9 +159,9 @@ class RankRunner(TorchDispatchMode):
         Args:
             name: names `fn` in messages.
             ranks: the ranks that call it; by default those of the arguments, or all.
-            parts: takes the arguments apart.
-            sees_ops: whether this mode sees the ops of `fn`. The core's own functions do not need it: their process
-                groups are the rank's already.
+            parts: gives each rank its part of the arguments.
+            sees_ops: whether this mode intercepts the ops of `fn`. The core's own functions do not need it, since
+                their process groups are those of the rank.
 
         Raises:
             SimulationError: ranks diverged, or their results cannot be joined.
