@@ -75,7 +75,7 @@ def check_input(input: Tensor | Sequence[Tensor], group: ProcessGroup, hold: boo
 
 
 def _check_tensor(tensor: Tensor, n: int) -> CheckedInput:
-    plain = _plain(tensor)
+    plain = _as_plain(tensor)
     if not plain.ndim or plain.shape[0] % n:
         raise BucketError(
             f"got one tensor of {_describe(tensor)}, expected a dim 0 that group.size() ({n}) divides, "
@@ -88,7 +88,7 @@ def _check_tensor(tensor: Tensor, n: int) -> CheckedInput:
 
 def _check_list(shards: Sequence[Tensor], hold: bool = False) -> CheckedInput:
     if set(map(type, shards)) != {Tensor} or any(s.requires_grad for s in shards):
-        shards = [_plain(s) for s in shards]
+        shards = [_as_plain(s) for s in shards]
     first = shards[0]
     if len(set(map(_metadata, shards))) > 1:
         rank = next(r for r, shard in enumerate(shards) if _metadata(shard) != _metadata(first))
@@ -105,7 +105,7 @@ def _check_list(shards: Sequence[Tensor], hold: bool = False) -> CheckedInput:
     return CheckedInput(source, numel, None if first.ndim == 1 else first.shape, first.dtype, first.device)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _as_plain(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise BucketError(f"got {type(tensor).__name__} as an input, expected a tensor")
     if tensor.layout is not torch.strided or isinstance(tensor, Wrapper) or hasattr(tensor, "placements"):
@@ -209,7 +209,7 @@ def check_gradient(gradient: Tensor, group: ProcessGroup) -> CheckedInput:
         raise BucketError(
             f"got a gradient of layout {gradient.layout}, expected a dense gradient: make the layer with sparse=False"
         )
-    flat = _plain(gradient).reshape(-1)
+    flat = _as_plain(gradient).reshape(-1)
     return CheckedInput(flat, -(-flat.numel() // group.size()), None, flat.dtype, flat.device)
 
 

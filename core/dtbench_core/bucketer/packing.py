@@ -163,7 +163,7 @@ class Rows:
     def add(self, source: Source, numel: int) -> None:
         if not numel:
             return
-        if self._pool.streams.needed:
+        if self._pool.streams.has_streams:
             self._pool.streams.enter()
         columns = self._columns(self.used, numel)
         if isinstance(source, Tensor):
@@ -232,7 +232,7 @@ class HeldInputs:
         self._versions.append(tensor._version)
         self._tensors.append(tensor)
         self._inputs.append(tensor)
-        if self._pool.streams.needed:
+        if self._pool.streams.has_streams:
             self._pool.streams.record_stream_of_input(self._streams)
         self.used += numel
 

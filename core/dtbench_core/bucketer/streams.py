@@ -28,11 +28,11 @@ class StreamOrder:
     Streams are identified by their handles: getting a handle costs a tenth of getting the stream object.
 
     Attributes:
-        needed: whether the device has streams. On hot paths, reading this first is cheaper than a call.
+        has_streams: whether the device has streams. On hot paths, reading this first is cheaper than a call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.needed = stream_handle(device) is not None
+        self.has_streams = stream_handle(device) is not None
         self._device = device
         self._last_handle: object = None
         self._streams: dict[object, Any] = {}  # handle -> stream, for every stream that has used the bucket

@@ -84,14 +84,14 @@ def _shards(
     for name, placements in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
         if placements is not None and len(placements) != len(leaves):
             raise FunctionError(
-                f"local_map got {len(placements)} {name} for {len(leaves)} arguments of {_name(func)}, expected one "
+                f"local_map got {len(placements)} {name} for {len(leaves)} arguments of {_name_of(func)}, expected one "
                 "for each flattened positional argument: pass None for arguments that are not tensors"
             )
     all_placements = in_placements or (None,) * len(leaves)
     grads = in_grad_placements or (None,) * len(leaves)
     local = []
     for index, (leaf, leaf_placements, grad) in enumerate(zip(leaves, all_placements, grads, strict=True)):
-        argument = f"argument {index} of {_name(func)}"
+        argument = f"argument {index} of {_name_of(func)}"
         if isinstance(leaf, DTensor):
             if leaf_placements is not None:
                 leaf = _redistributed_argument(leaf, leaf_placements, argument, redistribute)
@@ -135,20 +135,20 @@ def _results_as_dtensors(
     all_placements: Sequence[Any] = placements if is_nested else (placements,)  # type: ignore[assignment]
     if len(all_placements) != len(leaves):
         raise FunctionError(
-            f"local_map got {len(all_placements)} out_placements for {len(leaves)} results of {_name(func)}, expected "
+            f"local_map got {len(all_placements)} out_placements for {len(leaves)} results of {_name_of(func)}, expected "
             "one for each: pass a tuple of placements, with None for results that are not tensors"
         )
     results = []
     for index, (leaf, leaf_placements) in enumerate(zip(leaves, all_placements, strict=True)):
         if isinstance(leaf, DTensor):
             raise FunctionError(
-                f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name(func)}, expected a plain tensor: "
+                f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name_of(func)}, expected a plain tensor: "
                 "the function works on shards"
             )
         if isinstance(leaf, torch.Tensor) != (leaf_placements is not None):
             kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
             raise FunctionError(
-                f"local_map got out_placements {leaf_placements} for result {index} of {_name(func)}, which is {kind}; "
+                f"local_map got out_placements {leaf_placements} for result {index} of {_name_of(func)}, which is {kind}; "
                 "expected placements for tensors and None for other results"
             )
         results.append(
@@ -169,5 +169,5 @@ def _result_as_dtensor(
     return wrapped(local.contiguous(), spec)
 
 
-def _name(func: Call) -> str:
+def _name_of(func: Call) -> str:
     return getattr(func, "__name__", repr(func))

@@ -114,16 +114,20 @@ def place_parameter(
     if original is None:
         return
     info = mesh_info(mesh)
-    placed: nn.Parameter | None = _placed_parameters.get(original)
-    if placed is None:
-        spread = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        placed = _placed_parameters[original] = nn.Parameter(spread, requires_grad=original.requires_grad)
+    replacement: nn.Parameter | None = _placed_parameters.get(original)
+    if replacement is None:
+        dtensor = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        replacement = _placed_parameters[original] = nn.Parameter(
+            dtensor, requires_grad=original.requires_grad
+        )
     elif (
-        not isinstance(placed, DTensor) or placed._spec.info is not info or placed.placements != (placement,)
+        not isinstance(replacement, DTensor)
+        or replacement._spec.info is not info
+        or replacement.placements != (placement,)
     ):
         raise ArgumentError(
             f"the {name} of a {type(module).__name__} is tied to a parameter already placed as "
-            f"{getattr(placed, '_spec', placed)}, expected {placement} on {info}: give both modules styles that shard "
-            "it in the same way, or untie them"
+            f"{getattr(replacement, '_spec', replacement)}, expected {placement} on {info}: give both modules "
+            "styles that shard it in the same way, or untie them"
         )
-    module.register_parameter(name, placed)
+    module.register_parameter(name, replacement)

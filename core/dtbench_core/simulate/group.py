@@ -216,14 +216,14 @@ def _finish_all_to_all_single(
     n = len(calls)
     _finish_all_to_all(
         [
-            (_cut(output, output_splits, n), _cut(sent, input_splits, n))
+            (_split(output, output_splits, n), _split(sent, input_splits, n))
             for output, sent, output_splits, input_splits in calls
         ],
         signature,
     )
 
 
-def _cut(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
+def _split(tensor: torch.Tensor, splits: list[int], n: int) -> Tensors:
     if splits:
         return tuple(tensor.split(splits))
     if tensor.shape[0] % n:
@@ -392,8 +392,8 @@ NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | None:
     """Returns the process group of a collective op; None for an op that takes no group, such as waiting."""
-    named = bound_arguments(op, args, kwargs)
-    group = named.get("process_group", named.get("group_name"))
+    arguments = bound_arguments(op, args, kwargs)
+    group = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, str):
         with c10d_state.use_process_tables():
             return resolve_group(group)
@@ -425,18 +425,18 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
         raise SimulationError(
             f"{op} is not simulated: use a collective, or ThreadWorld, which runs the program once per rank"
         )
-    named = bound_arguments(op, args, kwargs)
-    reduce_op = SimpleNamespace(op=named["reduce_op"].op()) if "reduce_op" in named else None
-    options = SimpleNamespace(reduceOp=reduce_op, rootRank=named.get("root_rank", 0))
-    tensors = list(named.values())[: list(named).index("process_group")]
-    splits = [sizes for argument, sizes in named.items() if argument.endswith("_split_sizes")]
+    arguments = bound_arguments(op, args, kwargs)
+    reduce_op = SimpleNamespace(op=arguments["reduce_op"].op()) if "reduce_op" in arguments else None
+    options = SimpleNamespace(reduceOp=reduce_op, rootRank=arguments.get("root_rank", 0))
+    tensors = list(arguments.values())[: list(arguments).index("process_group")]
+    splits = [sizes for argument, sizes in arguments.items() if argument.endswith("_split_sizes")]
     getattr(end, name)(*tensors, *splits, options).wait()
-    returns = [_done() if "Work" in str(r.type) else tensors[0] for r in op._schema.returns]
+    returns = [_completed_work() if "Work" in str(r.type) else tensors[0] for r in op._schema.returns]
     return tuple(returns) if len(returns) > 1 else returns[0]
 
 
 @functools.cache
-def _done() -> Any:
+def _completed_work() -> Any:
     """Returns a completed Work: one object for all ranks, so that their results are equal."""
     return Work.boxed(FakeWork())
 

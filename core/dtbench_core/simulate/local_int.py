@@ -74,7 +74,7 @@ class _LocalNode:
 
     # ---- arithmetic ----
 
-    def _each(self, fn: Call, *operands: object) -> _LocalNode:
+    def _per_rank(self, fn: Call, *operands: object) -> _LocalNode:
         for operand in operands:
             if isinstance(operand, _LocalNode) and operand.values.keys() != self.values.keys():
                 raise RankDependentError(
@@ -89,7 +89,7 @@ class _LocalNode:
     wrap_int = wrap_float = wrap_bool = _wrap
 
     def sym_sum(self, terms: Sequence[object]) -> _LocalNode:
-        return self._each(lambda _, *numbers: sum(numbers), *terms)
+        return self._per_rank(lambda _, *numbers: sum(numbers), *terms)
 
     # ---- uses that need the same number on every rank ----
 
@@ -178,7 +178,7 @@ _OPERATORS: dict[str, Call] = {
 
 def _operator_method(name: str, fn: Call) -> Call:
     def method(self: _LocalNode, *operands: object) -> _LocalNode:
-        node = self._each(fn, *operands)
+        node = self._per_rank(fn, *operands)
         if isinstance(node, LocalBoolNode):
             node.comparison = name
         return node

@@ -171,7 +171,7 @@ class LocalTensorMode(RankRunner):
         collectives.
         """
         rank = local_int({rank: rank for rank in self.ranks})
-        return self.call_as_ranks(fn, [rank], name=_name(fn), ranks=self.ranks)
+        return self.call_as_ranks(fn, [rank], name=_name_of(fn), ranks=self.ranks)
 
     def tensor_map(self, tensor: torch.Tensor, fn: Callable[[int, torch.Tensor], Any]) -> Any:
         """Calls `fn(rank, the rank's tensor)` as each rank and joins the results.
@@ -185,8 +185,8 @@ class LocalTensorMode(RankRunner):
         def run(rank: int, shard: torch.Tensor) -> None:
             results[rank] = fn(rank, shard)
 
-        self.call_as_ranks(run, [local_int({r: r for r in ranks}), tensor], name=_name(fn), ranks=ranks)
-        return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name(fn))
+        self.call_as_ranks(run, [local_int({r: r for r in ranks}), tensor], name=_name_of(fn), ranks=ranks)
+        return joined({r: v for r, v in results.items() if v is not None}, RankParts(), _name_of(fn))
 
 
 def _below_autograd(op: Any, /, *args: object, **kwargs: object) -> Any:
@@ -199,7 +199,7 @@ def _has_other_types(types: Iterable[type], allowed: type = LocalTensor) -> bool
     return any(not issubclass(kind, (LocalTensor, allowed)) and not is_plain(kind) for kind in types)
 
 
-def _name(fn: Call) -> str:
+def _name_of(fn: Call) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
@@ -245,7 +245,7 @@ def maybe_run_for_local_tensor(fn: Callable[P, R]) -> Callable[P, R]:
         if mode is None or ranks_of(args, kwargs) is None:
             return fn(*args, **kwargs)
         _refuse_grad(args, kwargs)
-        return cast("R", mode.call_as_ranks(fn, args, dict(kwargs), name=_name(fn)))
+        return cast("R", mode.call_as_ranks(fn, args, dict(kwargs), name=_name_of(fn)))
 
     return call
 

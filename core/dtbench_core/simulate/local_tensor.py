@@ -146,7 +146,7 @@ class LocalTensor(torch.Tensor):
                 "first, or look at shard(rank)"
             )
         with torch._C._DisableTorchDispatch():
-            tensor = _copied(self._local_tensors[self.ranks[0]])
+            tensor = _copy(self._local_tensors[self.ranks[0]])
             return tensor if holds_shards(tensor) else tensor.detach().requires_grad_(self.requires_grad)
 
     def tolist(self) -> Any:
@@ -164,7 +164,7 @@ class LocalTensor(torch.Tensor):
         copied: LocalTensor | None = memo.get(id(self))
         if copied is None:
             with torch._C._DisableTorchDispatch():
-                copies = {rank: _copied(tensor) for rank, tensor in self._local_tensors.items()}
+                copies = {rank: _copy(tensor) for rank, tensor in self._local_tensors.items()}
             copied = memo[id(self)] = LocalTensor(copies, self.requires_grad)
         return copied
 
@@ -250,7 +250,7 @@ def _group_equal(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     groups: list[list[int]] = []
     with torch._C._DisableTorchDispatch():
         for rank, tensor in tensors.items():
-            group = next((ranks for ranks in groups if _same(tensors[ranks[0]], tensor)), None)
+            group = next((ranks for ranks in groups if _is_equal(tensors[ranks[0]], tensor)), None)
             if group is None:
                 groups.append([rank])
             else:
@@ -261,11 +261,11 @@ def _group_equal(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
 # Both functions run without torch's dispatch, where the shards of a tensor that wraps them must be accessed directly.
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return copy.deepcopy(tensor) if holds_shards(tensor) else tensor.clone()
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if holds_shards(a) or holds_shards(b):
         return equal_shards(a, b)
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -291,7 +291,7 @@ def _describe_groups(groups: Sequence[Sequence[int]], tensors: Mapping[int, torc
     )
 
 
-def refresh(tensor: LocalTensor) -> None:
+def refresh_sizes(tensor: LocalTensor) -> None:
     """Updates the sizes that torch reads, after an op changed those of the shards in place."""
     shape, stride, _, _ = _common_metadata(tensor._local_tensors)
     shown = *tensor.shape, *tensor.stride()
@@ -477,7 +477,7 @@ def run_on_each(
     copies.write_back(str(op))
     for tensor in _tensors_written(op, args, kwargs):
         if isinstance(tensor, LocalTensor):
-            refresh(tensor)
+            refresh_sizes(tensor)
     return joined(results, parts, str(op))
 
 
@@ -505,10 +505,10 @@ def _refuse_partial_broadcast(op: OpOverload, args: Args, results: Mapping[int, 
 
 
 def _tensors_written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    named = bound_arguments(op, args, kwargs)
+    arguments = bound_arguments(op, args, kwargs)
     # Some batch norms write to the running statistics although their schema does not declare it.
     written = [*(name for _, name in written_arguments(op)), "running_mean", "running_var"]
-    return [t for t in tree_leaves([named.get(name) for name in written]) if t is not None]
+    return [t for t in tree_leaves([arguments.get(name) for name in written]) if t is not None]
 
 
 class PlainCopies:
@@ -551,7 +551,7 @@ class PlainCopies:
                     "where each rank has its own"
                 )
             written = next(iter(copies.values()))
-            if not _same(plain, written):
+            if not _is_equal(plain, written):
                 if plain.shape != written.shape:
                     plain.resize_(written.shape)
                 plain.copy_(written)

@@ -206,7 +206,7 @@ def answers_installed(mode: RankRunner) -> Iterator[None]:
     ]
     simulation.active = True
     for owner, name, original, answer in originals:
-        setattr(owner, name, _bound(mode, answer, original))
+        setattr(owner, name, _bind_answer(mode, answer, original))
     try:
         yield
     finally:
@@ -215,7 +215,7 @@ def answers_installed(mode: RankRunner) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _bound(mode: RankRunner, answer: Call, original: Call) -> Call:
+def _bind_answer(mode: RankRunner, answer: Call, original: Call) -> Call:
     @functools.wraps(original)
     def call(*args: object, **kwargs: object) -> Any:
         return answer(mode, original, *args, **kwargs)

@@ -367,13 +367,13 @@ class RankThreads:
     def _stop_waiting(self) -> None:
         waiting = [rank for rank in self.participants if rank.waiting is not None]
         if self.failure is None:
-            self.failure = self._why_stuck()
+            self.failure = self._describe_hang()
         for rank in waiting:
             assert rank.waiting is not None
             rank.waiting.waiters = []
         self.ready.extend(waiting)
 
-    def _why_stuck(self) -> str:
+    def _describe_hang(self) -> str:
         """Describes the hang, e.g. `hang: rank 2 raised ValueError(...) while ranks 0, 1 waited in all_reduce(...)`."""
         ended = describe_actions({r.rank: _action(r.result) for r in self.participants if r.waiting is None})
         waited: dict[tuple[str, tuple[str, tuple[int, ...]]], list[int]] = {}
