@@ -315,7 +315,7 @@ def test_a_lower_bound_is_shown_as_one() -> None:
     run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
     shown = section("redistribute", run.results, topology=calibration.calibrate([run]))
     assert cells(shown, "dp", "2", "inter-host")[3].startswith("≥ ")
-    assert any("lower bound only" in note for note in shown.notes)
+    assert any("only a lower bound" in note for note in shown.notes)
 
 
 def test_covered_share_is_that_of_the_collectives_time() -> None:
