@@ -303,7 +303,7 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
     ("op", "dtype", "message"),
     [
         ("avg", torch.int64, r"Partial\('avg'\) is not defined for integers: use floating point"),
-        ("bor", torch.float32, "bits are those of whole numbers and booleans"),
+        ("bor", torch.float32, "only defined for integers and booleans"),
     ],
 )
 def test_reductions_that_a_dtype_does_not_have(

@@ -197,7 +197,7 @@ class Mistakes:
 
 
 MIXED = "plain torch.Tensor of shape .* together with a DTensor"
-NO_TERMS = "nothing says which terms the ranks should hold"
+NO_TERMS = "the terms of another Partial are not defined"
 # name -> (call, what the core says)
 MISTAKES: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
     "shard dim": (lambda c: c.cut(Shard(2)), r"got Shard\(2\) for a tensor of 2 dims"),

@@ -90,7 +90,7 @@ def _tensor_meta(spec: DTensorSpec) -> Any:
     if spec.tensor_meta is None:
         raise CoreError(
             f"got a spec without tensor_meta (placements {tuple(spec.placements)}), expected shape, stride "
-            "and dtype to count its bytes: take the spec of a DTensor"
+            "and dtype to count its bytes: pass the spec of a DTensor"
         )
     return spec.tensor_meta
 

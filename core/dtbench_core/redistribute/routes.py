@@ -168,8 +168,8 @@ def requested_route(spec: DTensorSpec, placements: Sequence[Placement] | None) -
     for current, target in zip(spec.placements, placed, strict=True):
         if target.is_partial() and target != current:
             raise PlacementError(
-                f"redistribute got {describe(placed)} for {spec}, expected Shard or Replicate where the tensor is "
-                "not already that Partial: nothing says which terms the ranks should hold"
+                f"redistribute got {describe(placed)} for {spec}, expected Shard, Replicate, or the "
+                "Partial that the tensor already has: the terms of another Partial are not defined"
             )
     route = cheapest_route(spec, placed)
     cache_put(requested_routes, (spec, None if placements is None else tuple(placements)), route)
@@ -210,8 +210,8 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
             )
         if placement.reduce_op in BITWISE and is_inexact(src.dtype):
             raise PlacementError(
-                f"cannot redistribute {src} to {describe(dst)}: bits are those of whole numbers and booleans; view or "
-                "convert the terms to one of these types"
+                f"cannot redistribute {src} to {describe(dst)}: {placement} is only defined for integers and booleans: "
+                "view or convert the terms to one of these types"
             )
     transitions = ChainSearch(
         src.shape,

@@ -35,8 +35,8 @@ INTEGER = (torch.int8, torch.int16, torch.int32, torch.int64)
 @decomposition(aten._sparse_coo_tensor_with_dims_and_tensors.default)
 def sparse(*_: object, **__: object) -> Value:
     raise NoRuleError(
-        "got a sparse tensor to be made of DTensors, as the gradient of an embedding with sparse=True is; DTensors are "
-        "dense: set sparse=False, of which the gradient is as large as the rank's part of the table"
+        "got a sparse tensor of DTensors, such as the gradient of an embedding with sparse=True, expected a dense one: "
+        "set sparse=False; the gradient is then as large as the rank's part of the table"
     )
 
 
@@ -61,8 +61,8 @@ def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         valid = ((indices >= 0) & (indices < count)).all()
         if indices.device.type == "cpu" and not is_fake_mode_active() and not valid:
             raise IndexError(
-                f"embedding got an index outside [0, {count}), the rows of its weight: "
-                f"[{indices.min().item()}, {indices.max().item()}]"
+                f"embedding got indices in [{indices.min().item()}, {indices.max().item()}], expected them in "
+                f"[0, {count}), the rows of the weight: correct the indices or enlarge the embedding"
             )
         torch._assert_async(valid)  # does not synchronize on an accelerator, and works in a graph
         if local_rows == 0:

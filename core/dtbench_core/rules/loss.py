@@ -170,7 +170,7 @@ def one_hot(input: Value, num_classes: int = -1) -> Value:
         elif wrong.item():
             upper_bound = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(
-                f"one_hot got a class outside the range of num_classes={num_classes} on some rank: "
-                f"expected classes >= 0{upper_bound}"
+                f"one_hot got an invalid class on some rank with num_classes={num_classes}, "
+                f"expected classes >= 0{upper_bound}: correct the input or num_classes"
             )
         return torch.nn.functional.one_hot(input, num_classes).contiguous()
