@@ -1,4 +1,4 @@
-"""`dtbench profile` on the command line: a user's job, from its traces or run for it, or a case of a suite."""
+"""`dtbench profile` on the command line, for a training job or for cases of a suite."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dtbench.suite.registry import read_builtin
 if TYPE_CHECKING:
     from dtbench.traces.analysis import Topology
 
-_OF_JOB = ["topology", "system", "bases", "as_json", "model", "layout"]
-# Kind of target -> the parameters that it has beside -o.
-_OF = {
+_JOB_OPTIONS = ["topology", "system", "bases", "as_json", "model", "layout"]
+# Kind of target -> the options that apply to it, apart from -o.
+_OPTIONS = {
     "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
-    "traces": _OF_JOB,
-    "-- COMMAND": [*_OF_JOB, "steps", "warmup", "timeout_s"],
+    "traces": _JOB_OPTIONS,
+    "-- COMMAND": [*_JOB_OPTIONS, "steps", "warmup", "timeout_s"],
 }
 
 
@@ -34,32 +34,34 @@ class _Profile(options.AdvancedCommand):
     first = ("--topology", "--base", "--json", "-o", "--steps", "--filter", "--nproc")
 
     def parse_args(self, context: click.Context, args: list[str]) -> list[str]:
-        """What stands behind the first `--` is the command of a job, with options of its own."""
-        at = args.index("--") if "--" in args else len(args)
-        programs = [place for place, word in enumerate(args[:at]) if _PROGRAM.fullmatch(Path(word).name)]
-        if programs and at == len(args):
+        """Removes the command of a job, which follows the first `--`, since it has options of its own."""
+        end = args.index("--") if "--" in args else len(args)
+        programs = [index for index, word in enumerate(args[:end]) if _PROGRAM.fullmatch(Path(word).name)]
+        if programs and end == len(args):
             words = shlex.join([*args[: programs[0]], "--", *args[programs[0] :]])
             raise click.UsageError(
                 f"{args[programs[0]]} begins a command: put -- before it, `dtbench profile {words}`", context
             )
-        context.meta["command"] = args[at + 1 :] if at < len(args) else None
-        return super().parse_args(context, args[:at])
+        context.meta["command"] = args[end + 1 :] if end < len(args) else None
+        return super().parse_args(context, args[:end])
 
 
 @click.command("profile", cls=_Profile)
 @click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
-@click.option("--topology", type=options.FILE, help="Of a job: what its links reach alone, as calibrated.")
+@click.option("--topology", type=options.FILE, help="For a job: calibrated bandwidths to compare with.")
 @click.option(
-    "--system", metavar="NAME", help="Of a job: a public system instead, as of compare --reference."
+    "--system", metavar="NAME", help="For a job: a public system to compare with, as in compare --reference."
 )
 @click.option(
-    "--base", "bases", multiple=True, type=options.FILE, help="Of a job: its profile before; repeatable."
+    "--base", "bases", multiple=True, type=options.FILE, help="For a job: a profile of the base; repeatable."
 )
-@click.option("--model", metavar="NAME|FILE", help="Of a job: what it trains, as of plan; with --layout.")
-@click.option("--layout", metavar="DIM=N,...", help="Of a job: such as tp=2,fsdp=4,batch=8,sequence=4096.")
+@click.option("--model", metavar="NAME|FILE", help="For a job: the model, as in plan; with --layout.")
+@click.option("--layout", metavar="DIM=N,...", help="For a job: e.g. tp=2,fsdp=4,batch=8,sequence=4096.")
 @options.JSON
-@click.option("--steps", default=3, type=click.IntRange(0), help="Of a command: steps to record; 0: all.")
-@click.option("--warmup", default=5, type=click.IntRange(0), help="Of a command: steps before them.")
+@click.option("--steps", default=3, type=click.IntRange(0), help="For a command: steps to record; 0: all.")
+@click.option(
+    "--warmup", default=5, type=click.IntRange(0), help="For a command: steps before the recorded ones."
+)
 @options.IMPL
 @options.FILTER
 @options.MESH
@@ -73,11 +75,11 @@ class _Profile(options.AdvancedCommand):
 def profile_command(
     context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
 ) -> int:
-    """Where the time of a job, or of a suite's case, goes.
+    """Shows where the time of a training job, or of a suite's case, goes.
 
-    TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run as it is,
-    and recorded. Of traces no folder is made unless -o names one. With --base, exit code 1 if the job's calls, bytes,
-    dtypes or times became worse.
+    TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run unchanged
+    and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if calls,
+    bytes or dtypes of the job differ from the base or a time is slower.
 
     \b
     Examples:
@@ -87,11 +89,17 @@ def profile_command(
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
-    kind = "traces" if any(map(_is_of_job, targets)) else "a suite" if command is None else "-- COMMAND"
+    kind = (
+        "traces"
+        if any(map(_is_trace_or_profile, targets))
+        else "a suite"
+        if command is None
+        else "-- COMMAND"
+    )
     typed = options.typed(context)
     for option in context.command.params:
-        if option.name in typed.difference(_OF[kind], ("targets", "output")):
-            takers = " or ".join(taker for taker, names in _OF.items() if option.name in names)
+        if option.name in typed.difference(_OPTIONS[kind], ("targets", "output")):
+            takers = " or ".join(taker for taker, names in _OPTIONS.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
     if (command is not None and (targets or not command)) or (len(targets) != 1 and kind == "a suite"):
         expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
@@ -105,12 +113,12 @@ def profile_command(
     from dtbench.profile.profile import profile
     from dtbench.profile.request import make_request
 
-    chosen = {name: choices[name] for name in _OF[kind] if name != "filter"}
+    chosen = {name: choices[name] for name in _OPTIONS[kind] if name != "filter"}
     request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
     return profile(request)
 
 
-def _is_of_job(target: str) -> bool:
+def _is_trace_or_profile(target: str) -> bool:
     path = Path(target)
     is_folder = path.is_dir() and target.partition("/")[0] not in read_builtin()
     return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
@@ -142,7 +150,7 @@ def _profile_job(
         end = (
             f"the profile is in {profiled.folder}"
             if profiled.folder
-            else "-o FOLDER keeps it for --base and report"
+            else "-o FOLDER keeps the profile for --base and report"
         )
         click.echo(end, err=True)
     return profiled.exit_code
