@@ -1,4 +1,4 @@
-"""`dtbench preflight`: which link, host or rank is slower than its peers, in seconds, before a job.
+"""`dtbench preflight`: finds links, hosts and ranks that are slower than their peers, within seconds, before a job.
 
-How often it is wrong, on hosts made on one machine: dtbench/tests/preflight_selftest.py.
+dtbench/tests/preflight_selftest.py measures how often it is wrong, on simulated hosts.
 """

@@ -1,11 +1,10 @@
-"""What a preflight measures next and what it names: a generator that yields commands and is sent what the ranks
-measured. Rank 0 runs it; the others do what it asks for.
+"""The examination of a preflight, as a generator: it yields commands, and is sent the times that the ranks measured.
 
-First everything is measured shortly: pairs in rounds, the collectives of each mesh dim, computation and copies.
-What lies below `SUSPECT` of its peers is a suspect, and no more than that. Each suspect is measured again, in turns
-with peers of the same kind; it is named where the new measurements alone say so: below `NAMED` of its peers, and so by
-chance (the rank sum test, Mann & Whitney 1947) at most once in 1 / `LEVEL` preflights of equal ranks, shared among the
-suspects.
+Rank 0 runs the generator, and all ranks carry out its commands. First, a short screen measures pairs of ranks, the
+collectives of each mesh dim, computation and copies. Whatever is slower than `SUSPECT` of its peers' speed becomes a
+suspect. Each suspect is measured again, in turns with peers of the same kind, and only these new times decide. It is
+reported if it is below `NAMED` of its peers' speed, and if the rank sum test (Mann & Whitney 1947) excludes chance. The
+level is `LEVEL` per preflight, shared among the suspects.
 """
 
 from __future__ import annotations
@@ -28,39 +27,44 @@ Pair = tuple[int, int]
 PairRound = tuple[Pair, ...]
 
 INSIDE, BETWEEN = "inside hosts", "between hosts"
-# Up to so many everybody meets everybody; beyond, twice the logarithm of their number meets.
+# Up to this number, all pairs are measured; beyond it, 2 * log2(n) random rounds.
 ALL_PAIRS_UP_TO = 16
-# Shares of the peers' speed. A link at 80 % is to be found, and 10 % is what operators act on (Megatron-LM#4662).
+# Shares of the peers' speed. A link at 80 % must be found, and operators act on 10 % (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 16
-PEERS = 3  # beside which a slow rank has to be slow
-# Of work, which takes longer each time.
+PEERS = 3  # a slow rank must be slow in comparison with each of these
+# Repetitions of computation and copies, which take longer.
 WORK_REPS, WORK_CONFIRM_REPS = 5, 12
-# The worst of a kind are looked at again; where more lie off, the kind has no common speed.
+# At most this many per kind are measured again; with more, the kind has no common speed.
 MAX_SUSPECTS = 8
-# One exchange or collective takes about so long: well above the clock's and a barrier's noise, so short that
-# thousands of ranks are through within a minute.
+# Duration of one exchange or collective, seconds: well above the noise of clocks and barriers, and short enough for
+# thousands of ranks within a minute.
 TARGET_S = 0.04
-# A piece of work takes longer than the 100 ms by which kernels share out a CPU's quota (cpu.max): a rank that has
-# used up its own is stopped in each piece.
+# Duration of computation, seconds: longer than the 100 ms period of a CPU quota (cpu.max), so that a throttled rank is
+# stopped in each repetition.
 WORK_S = 0.12
 FIRST_BYTES, MOST_BYTES = 2**16, 2**28
 MATMUL, COPY = "matrix products", "memory copies"
 
 
-# What the ranks are to do, as JSON: `do` is pairs, all_reduce, work or place; see `pairs`, `work` and `_collective`.
+# A command to the ranks, as JSON: `do` is pairs, all_reduce, work or place; see `pairs`, `work` and `_collective`.
 ProbeCommand = dict[str, Any]
-# By rank what it measured, in seconds; the shape is the command's, see `part.Probe`.
+# Rank -> its times in seconds. The shape depends on the command, see `part.Probe`.
 Answers = Sequence[Any]
-# By rank its kernel, the CPUs that it may use (none: it works on a device of its own) and its threads.
+# Rank -> its host's kernel, its usable CPUs (none if it computes on a GPU) and its number of threads.
 Places = Sequence[tuple[str | None, Sequence[int], int]]
-_Exchanges = dict[Pair, list[float]]  # of a pair: seconds of each exchange
+_Exchanges = dict[Pair, list[float]]  # pair -> seconds of each exchange
 
 
 @dataclass(frozen=True)
 class ExaminedWorld:
-    """hosts: by rank."""
+    """The ranks of a preflight.
+
+    Attributes:
+        hosts: host of each rank.
+        mesh: device mesh of the ranks.
+    """
 
     hosts: tuple[str, ...]
     mesh: Mesh
@@ -70,12 +74,19 @@ class ExaminedWorld:
         return len(self.hosts)
 
     def words(self, ranks: Sequence[int]) -> str:
-        """`rank 3 (node-1)`."""
+        """Formats ranks with their hosts, e.g. `rank 3 (node-1)`."""
         return " and ".join(f"rank {rank} ({self.hosts[rank]})" for rank in ranks)
 
 
 class DimTimes(Struct, frozen=True, kw_only=True):
-    """The all_reduce of a mesh dim, per group with all at work."""
+    """Times of the all_reduce of a mesh dim, with all groups at work.
+
+    Attributes:
+        dim: mesh dim.
+        groups: ranks of each group.
+        size_bytes: size of the all_reduce.
+        times_s: time per group, seconds.
+    """
 
     dim: str
     groups: tuple[tuple[int, ...], ...]
@@ -84,7 +95,15 @@ class DimTimes(Struct, frozen=True, kw_only=True):
 
 
 class SlowFinding(Struct, frozen=True, kw_only=True):
-    """share: of its peers' speed. p: by chance alone, at most."""
+    """A link, rank, host or mesh dim that is slower than its peers.
+
+    Attributes:
+        what: name of the link, rank, host or mesh dim.
+        kind: kind of link or work.
+        ranks: affected ranks.
+        share: speed as a share of its peers' speed.
+        p: p-value of the comparison.
+    """
 
     what: str
     kind: str
@@ -93,19 +112,19 @@ class SlowFinding(Struct, frozen=True, kw_only=True):
     p: float
 
     def words(self) -> str:
-        """`host node-3: 79% of its peers (between hosts)`."""
+        """Formats the finding, e.g. `host node-3: 79% of its peers (between hosts)`."""
         return f"{self.what}: {self.share:.0%} of its peers ({self.kind})"
 
 
 class Recheck(Struct, frozen=True, kw_only=True):
-    """A suspect that was measured again, in turns with sound peers.
+    """A suspect that was measured again, in turns with healthy peers.
 
     Attributes:
-        finding: the suspect and its share of its peers' speed, by these new measurements alone.
-        time_s: the median of them, seconds.
-        peers_s: time_s times that share: what the peers take, by the same estimate.
-        size_bytes: of a link, the bytes of an exchange each way; None of work.
-        slow: whether it is named.
+        finding: the suspect, with its share of its peers' speed in the new measurements.
+        time_s: median time of the suspect, seconds.
+        peers_s: time of its peers by the same estimate, time_s * share, seconds.
+        size_bytes: bytes of an exchange in each direction, for a link; None for work.
+        slow: whether it is reported.
     """
 
     finding: SlowFinding
@@ -116,8 +135,13 @@ class Recheck(Struct, frozen=True, kw_only=True):
 
 
 @dataclass
-class PairsOf:
-    """A kind of link. exchanges: of so many bytes both ways."""
+class LinkTimes:
+    """Measured exchanges of one kind of link.
+
+    Attributes:
+        size_bytes: bytes of an exchange in each direction.
+        exchanges: pair -> seconds of each exchange.
+    """
 
     size_bytes: int
     exchanges: _Exchanges
@@ -126,17 +150,27 @@ class PairsOf:
         return median(self.exchanges[pair])
 
     def rate(self, pair: Pair) -> float:
-        """Bytes per second each way, of the median exchange."""
+        """Returns the bandwidth in each direction of the median exchange, bytes per second."""
         return self.size_bytes / self.seconds(pair)
 
 
 @dataclass
 class Examination:
-    """Everything that was measured, what is slow, notes; rechecks: all suspects; unjudged: what could not be told, for
-    want of peers or of agreement."""
+    """The measurements and findings of a preflight.
+
+    Attributes:
+        world: the ranks.
+        pairs: kind of link -> its times.
+        dims: mesh dim -> its times.
+        work_s: kind of work -> median seconds per rank.
+        findings: reported as slow.
+        rechecks: all suspects.
+        notes: remarks for the reader.
+        unjudged: comparisons without a verdict, with the reason.
+    """
 
     world: ExaminedWorld
-    pairs: dict[str, PairsOf] = field(default_factory=dict)
+    pairs: dict[str, LinkTimes] = field(default_factory=dict)
     dims: dict[str, DimTimes] = field(default_factory=dict)
     work_s: dict[str, list[float]] = field(default_factory=dict)
     findings: list[SlowFinding] = field(default_factory=list)
@@ -147,7 +181,14 @@ class Examination:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A rank (one) or a link (two). pairs, controls: what to measure in turns."""
+    """A rank or a link that was slow in the screen.
+
+    Attributes:
+        ranks: one rank, or the two ranks of a link.
+        kind: kind of link or work.
+        pairs: pairs to measure again.
+        controls: healthy pairs to measure in turns with them.
+    """
 
     ranks: tuple[int, ...]
     kind: str
@@ -155,14 +196,14 @@ class _Suspect:
     controls: tuple[Pair, ...] = ()
 
 
-# Under way: it yields what the ranks are to do, and is sent what they measured.
 _T = TypeVar("_T")
+# Yields commands, is sent the answers of all ranks, returns a result.
 Measuring = Generator[ProbeCommand, Answers, _T]
 Examining = Measuring[Examination]
 
 
 def examine(world: ExaminedWorld) -> Examining:
-    """All of it, from the screen to what is named."""
+    """Screens the ranks, measures suspects again and returns the findings."""
     examination = Examination(world)
     suspects: list[_Suspect] = []
     for kind, rounds in rounds_of(world.hosts).items():
@@ -174,7 +215,7 @@ def examine(world: ExaminedWorld) -> Examining:
     slow_work: dict[str, list[int]] = {}
     for kind in (MATMUL, COPY):
         answers = yield work(kind, turns_of(range(world.size), places), WORK_REPS)
-        examination.work_s[kind] = [median(of) for of in answers]
+        examination.work_s[kind] = [median(times) for times in answers]
         slow_work[kind] = list(_below(dict(enumerate(examination.work_s[kind])), examination.notes, kind))
     for dim, groups in groups_by_dim(*zip(*world.mesh, strict=True)).items():
         if len(groups[0]) > 1:
@@ -184,20 +225,25 @@ def examine(world: ExaminedWorld) -> Examining:
         examination.rechecks += yield from _confirm_link(suspect, examination, level)
     for kind, ranks in slow_work.items():
         examination.rechecks += yield from _confirm_work(kind, ranks, places, examination, level)
-    examination.findings = _by_host([one.finding for one in examination.rechecks if one.slow], world)
+    examination.findings = _by_host(
+        [recheck.finding for recheck in examination.rechecks if recheck.slow], world
+    )
     examination.unjudged += (
-        f"{one.finding.words()}, but so unsteady that it may be chance"
-        for one in examination.rechecks
-        if one.finding.share <= NAMED and not one.slow
+        f"{recheck.finding.words()}, but too unsteady to exclude chance"
+        for recheck in examination.rechecks
+        if recheck.finding.share <= NAMED and not recheck.slow
     )
     return examination
 
 
 def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
-    """Kind of link -> rounds; in a round no rank is in two pairs.
+    """Returns for each kind of link the rounds of pairs; in a round, each rank is in at most one pair.
 
-    hosts: by rank. Ranks of one host meet inside it, on all hosts at once; between hosts ranks meet those of the
-    same place on another host. The number of rounds grows with the logarithm of hosts and of ranks per host.
+    Ranks within a host are paired on all hosts at once. Between hosts, ranks of equal local index are paired. The
+    number of rounds grows with the logarithm of the number of hosts and of ranks per host.
+
+    Args:
+        hosts: host of each rank.
     """
     groups = list(group_by(range(len(hosts)), lambda rank: hosts[rank]).values())
     rounds = {
@@ -214,7 +260,7 @@ def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
 
 
 def matchings(n: int) -> list[PairRound]:
-    """Rounds of pairs of 0 .. n - 1: a tournament of all (the circle method), or random ones of a fixed seed."""
+    """Returns rounds of pairs of 0 .. n - 1: all pairs (the circle method), or random rounds with a fixed seed."""
     if n <= ALL_PAIRS_UP_TO:
         even = n + n % 2
         ring = list(range(even))
@@ -232,29 +278,29 @@ def matchings(n: int) -> list[PairRound]:
     return rounds
 
 
-def _screen_pairs(rounds: Sequence[PairRound]) -> Measuring[PairsOf]:
+def _screen_pairs(rounds: Sequence[PairRound]) -> Measuring[LinkTimes]:
     times = yield from _exchange(rounds[:1], 2, FIRST_BYTES)
     size = fitting_bytes(FIRST_BYTES, median(map(min, times.values())))
-    return PairsOf(size, (yield from _exchange(rounds, SCREEN_REPS, size)))
+    return LinkTimes(size, (yield from _exchange(rounds, SCREEN_REPS, size)))
 
 
 def fitting_bytes(size_bytes: int, seconds: float) -> int:
-    """A power of two that takes about `TARGET_S`, where `size_bytes` took so long."""
-    wanted = size_bytes * TARGET_S / max(seconds, 1e-9)
-    return int(min(max(2 ** round(math.log2(wanted)), FIRST_BYTES), MOST_BYTES))
+    """Returns the power of two that takes about `TARGET_S`, given that `size_bytes` took `seconds`."""
+    target_bytes = size_bytes * TARGET_S / max(seconds, 1e-9)
+    return int(min(max(2 ** round(math.log2(target_bytes)), FIRST_BYTES), MOST_BYTES))
 
 
 def _exchange(rounds: Sequence[PairRound], reps: int, size_bytes: int) -> Measuring[_Exchanges]:
     answers = yield pairs(rounds, reps, size_bytes)
     exchanges: _Exchanges = {}
-    for at, one in enumerate(rounds):
-        for a, b in one:
-            exchanges.setdefault((a, b), []).extend(worse(answers, at, a, b))
+    for round_index, pairs_at_once in enumerate(rounds):
+        for a, b in pairs_at_once:
+            exchanges.setdefault((a, b), []).extend(slower_times(answers, round_index, a, b))
     return exchanges
 
 
 def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int) -> ProbeCommand:
-    """Exchanges of pairs, those of a round at once."""
+    """Returns the command to exchange data in pairs, all pairs of a round in parallel."""
     return {
         "do": "pairs",
         "rounds": [[list(pair) for pair in pairs_at_once] for pairs_at_once in rounds],
@@ -263,18 +309,21 @@ def pairs(rounds: Sequence[Sequence[Sequence[int]]], reps: int, size_bytes: int)
     }
 
 
-def worse(answers: Answers, at: int, a: int, b: int) -> list[float]:
-    """Of each exchange of a round the slower rank's time."""
-    return list(map(max, zip(answers[a][at], answers[b][at], strict=True)))
+def slower_times(answers: Answers, round_index: int, a: int, b: int) -> list[float]:
+    """Returns the time of the slower rank for each exchange of a round."""
+    return list(map(max, zip(answers[a][round_index], answers[b][round_index], strict=True)))
 
 
 def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> ProbeCommand:
-    """Pieces of work, by the ranks of a turn at once."""
+    """Returns the command to compute or copy, all ranks of a turn in parallel."""
     return {"do": "work", "kind": kind, "turns": turns, "reps": reps}
 
 
 def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
-    """Ranks that work at once: no more on a machine than have a CPU each; ranks that share CPUs hide who is stopped."""
+    """Returns turns of ranks that work in parallel.
+
+    A host runs only as many at once as it has CPUs for. Ranks that share CPUs would hide which of them is throttled.
+    """
     turns: list[list[int]] = []
     for mine in group_by(ranks, lambda rank: places[rank][0]).values():
         cpus = {cpu for rank in mine for cpu in places[rank][1]}
@@ -287,13 +336,13 @@ def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
 
 def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes]:
     first = yield _collective(dim, groups, 2, FIRST_BYTES)
-    size = fitting_bytes(FIRST_BYTES, median(min(of) for of in first))
-    together = yield _collective(dim, groups, SCREEN_REPS, size)
+    size = fitting_bytes(FIRST_BYTES, median(min(times) for times in first))
+    answers = yield _collective(dim, groups, SCREEN_REPS, size)
     return DimTimes(
         dim=dim,
         groups=tuple(map(tuple, groups)),
         size_bytes=size,
-        times_s=tuple(_of_group(together, of) for of in groups),
+        times_s=tuple(_group_time(answers, group) for group in groups),
     )
 
 
@@ -307,55 +356,62 @@ def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes
     }
 
 
-def _of_group(answers: Answers, group: Iterable[int]) -> float:
-    """Of the median call the slowest rank's time."""
+def _group_time(answers: Answers, group: Iterable[int]) -> float:
+    """Returns the time of the slowest rank in the median call."""
     return float(median(max(turn) for turn in zip(*(answers[rank] for rank in group), strict=True)))
 
 
-def _suspect_links(kind: str, of: PairsOf, examination: Examination) -> list[_Suspect]:
-    """Ranks that are slow with nearly all partners, then links that are slow between two ranks which are not."""
-    times = {pair: of.seconds(pair) for pair in of.exchanges}
+def _suspect_links(kind: str, pairs_of_kind: LinkTimes, examination: Examination) -> list[_Suspect]:
+    """Returns the ranks that are slow with nearly all partners, then the slow links between other ranks."""
+    times = {pair: pairs_of_kind.seconds(pair) for pair in pairs_of_kind.exchanges}
     if len(times) < 2:
         if examination.world.size > 2:
             examination.unjudged.append(f"links {kind}: a single pair has no peers")
         return []
     usual = median(times.values())
-    best = _by_rank(times)
-    slow = _below(best, examination.notes, kind)
-    others = [pair for pair in times if not slow.keys() & set(pair)]
+    rank_times = _times_by_rank(times)
+    slow = _below(rank_times, examination.notes, kind)
+    unsuspected_pairs = [pair for pair in times if not slow.keys() & set(pair)]
     shares = {
-        pair: min(max(best.get(rank, usual) for rank in pair) / SUSPECT, usual / NAMED) / times[pair]
-        for pair in others
+        pair: min(max(rank_times.get(rank, usual) for rank in pair) / SUSPECT, usual / NAMED) / times[pair]
+        for pair in unsuspected_pairs
     }
-    links = sorted((pair for pair in others if shares[pair] < 1), key=shares.__getitem__)
-    sound = [pair for pair in others if shares[pair] >= 1]
-    ranks = [_Suspect((rank,), kind, _of_rank(rank, times, slow), tuple(sound)) for rank in slow]
-    # beside sound links of the same two ranks, else any
+    links = sorted((pair for pair in unsuspected_pairs if shares[pair] < 1), key=shares.__getitem__)
+    healthy_pairs = [pair for pair in unsuspected_pairs if shares[pair] >= 1]
+    ranks = [
+        _Suspect((rank,), kind, _pairs_of_rank(rank, times, slow), tuple(healthy_pairs)) for rank in slow
+    ]
+    # Controls share a rank with the link if possible.
     for pair in _worst(links, len(times), "links", examination.notes, kind):
-        beside = [other for other in sound if set(other) & set(pair)] or sound
-        ranks.append(_Suspect(pair, kind, (pair,), tuple(beside)))
+        controls = [
+            pair_of_peers for pair_of_peers in healthy_pairs if set(pair_of_peers) & set(pair)
+        ] or healthy_pairs
+        ranks.append(_Suspect(pair, kind, (pair,), tuple(controls)))
     return ranks
 
 
-def _by_rank(of_pairs: Mapping[Pair, float]) -> dict[int, float]:
-    """Its lower quartile over partners: one exchange may be fast by luck, and partners may be slow themselves. Nothing
-    tells a rank with one partner from its link."""
-    met: dict[int, list[float]] = {}
-    for pair, value in of_pairs.items():
+def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:
+    """Returns for each rank with several partners the lower quartile of its times over partners.
+
+    A quartile, since one exchange may be fast by chance, and partners may be slow themselves. A rank with a single
+    partner cannot be distinguished from its link.
+    """
+    times_of_rank: dict[int, list[float]] = {}
+    for pair, value in pair_times.items():
         for rank in pair:
-            met.setdefault(rank, []).append(value)
-    return {rank: order_statistic(values, 0.25) for rank, values in met.items() if len(values) > 1}
+            times_of_rank.setdefault(rank, []).append(value)
+    return {rank: order_statistic(values, 0.25) for rank, values in times_of_rank.items() if len(values) > 1}
 
 
-def _of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
-    """The pairs of a rank with partners that are not suspects, else all of its pairs."""
+def _pairs_of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
+    """Returns the pairs of a rank with partners that are not suspects, or all of its pairs if there are none."""
     mine = [pair for pair in pairs if rank in pair]
     return tuple([pair for pair in mine if not (slow.keys() - {rank}) & set(pair)] or mine)
 
 
 def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int, float]:
-    """Rank -> its share of the usual speed, of those that lie below `SUSPECT`, the worst first."""
-    if len(times) < 3:  # of two, either may be the slow one
+    """Returns rank -> share of the median speed for ranks below `SUSPECT`, the slowest first."""
+    if len(times) < 3:  # of two ranks, either may be the slow one
         return {}
     usual = median(times.values())
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
@@ -364,62 +420,78 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
 
 
 def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: str) -> Sequence[Any]:
-    """Returns the suspects to measure again. slow: the worst first; count: of all, suspects or not."""
+    """Returns the suspects to measure again.
+
+    Args:
+        slow: suspects, the slowest first.
+        count: number of all, suspects or not.
+    """
     if len(slow) > MAX_SUSPECTS:
         notes.append(
-            f"{kind}: {len(slow)} of {count} {noun} are slow; the worst {MAX_SUSPECTS} were examined"
+            f"{kind}: {len(slow)} of {count} {noun} are slow; the slowest {MAX_SUSPECTS} were measured again"
         )
     return slow[:MAX_SUSPECTS]
 
 
 def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[Recheck]]:
-    """Pair by pair with nobody else at work, in turns with sound ones."""
+    """Measures a suspect's pairs one by one, in turns with healthy pairs."""
     if not suspect.controls:
         examination.unjudged.append(
-            f"{examination.world.words(suspect.ranks)}: no sound peers ({suspect.kind})"
+            f"{examination.world.words(suspect.ranks)}: no healthy peers ({suspect.kind})"
         )
         return []
     turns = zip(itertools.cycle(suspect.pairs), itertools.cycle(suspect.controls), strict=False)
     rounds: list[PairRound] = [(pair,) for turn in itertools.islice(turns, CONFIRM_REPS) for pair in turn]
     answers = yield pairs(rounds, 1, examination.pairs[suspect.kind].size_bytes)
-    seconds = [worse(answers, at, a, b)[0] for at, ((a, b),) in enumerate(rounds)]
-    return [_judge(suspect, seconds[1::2], seconds[::2], level, examination)]
+    seconds = [slower_times(answers, round_index, a, b)[0] for round_index, ((a, b),) in enumerate(rounds)]
+    return [_recheck(suspect, seconds[1::2], seconds[::2], level, examination)]
 
 
 def _confirm_work(
     kind: str, ranks: Sequence[int], places: Places, examination: Examination, level: float
 ) -> Measuring[list[Recheck]]:
-    """The suspects beside some peers of usual speed, one after another: what else a machine does for a moment slows
-    whoever is there. Named is who is slow beside each."""
+    """Measures the suspects in turns with several healthy peers, one peer after the other.
+
+    A rank is reported only if it is slow in comparison with each of them: other load on a machine slows any rank for a
+    moment.
+    """
     times = examination.work_s[kind]
     usual = median(times)
     peers = [rank for rank in range(len(times)) if rank not in ranks and usual / times[rank] >= SUSPECT]
     if ranks and not peers:
-        examination.unjudged.append(f"{examination.world.words(ranks)}: no sound peers ({kind})")
+        examination.unjudged.append(f"{examination.world.words(ranks)}: no healthy peers ({kind})")
         return []
-    judged: dict[int, Recheck] = {}
+    rechecks: dict[int, Recheck] = {}
     for peer in peers[:PEERS]:
-        left = [rank for rank in ranks if rank not in judged or judged[rank].slow]
-        if left:
-            answers = yield work(kind, turns_of([*left, peer], places), WORK_CONFIRM_REPS)
-        for rank in left:
-            again = _judge(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination)
-            judged[rank] = max(
-                judged.get(rank, again), again, key=lambda one: (not one.slow, one.finding.share)
+        pending = [rank for rank in ranks if rank not in rechecks or rechecks[rank].slow]
+        if pending:
+            answers = yield work(kind, turns_of([*pending, peer], places), WORK_CONFIRM_REPS)
+        for rank in pending:
+            recheck = _recheck(_Suspect((rank,), kind), answers[peer], answers[rank], level, examination)
+            rechecks[rank] = max(
+                rechecks.get(rank, recheck),
+                recheck,
+                key=lambda candidate: (not candidate.slow, candidate.finding.share),
             )
-    return list(judged.values())
+    return list(rechecks.values())
 
 
-def _judge(
+def _recheck(
     suspect: _Suspect,
     controls: Sequence[float],
-    again: Sequence[float],
+    rechecked_s: Sequence[float],
     level: float,
     examination: Examination,
 ) -> Recheck:
-    """controls, again: seconds of sound peers and of the suspect."""
-    share = 1 / hodges_lehmann_ratio(controls, again).ratio
-    p = rank_test(controls, again).p_slower
+    """Compares the new times of a suspect with those of its peers.
+
+    Args:
+        controls: seconds of healthy peers.
+        rechecked_s: seconds of the suspect.
+        level: of the rank sum test.
+    """
+    share = 1 / hodges_lehmann_ratio(controls, rechecked_s).ratio
+    p = rank_test(controls, rechecked_s).p_slower
     words = examination.world.words(suspect.ranks)
     return Recheck(
         finding=SlowFinding(
@@ -429,18 +501,18 @@ def _judge(
             share=share,
             p=p,
         ),
-        time_s=median(again),
-        peers_s=median(again) * share,
+        time_s=median(rechecked_s),
+        peers_s=median(rechecked_s) * share,
         size_bytes=examination.pairs[suspect.kind].size_bytes if suspect.kind in examination.pairs else None,
         slow=share <= NAMED and p <= level,
     )
 
 
 def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[SlowFinding]:
-    """All ranks of a host that are slow in the same are one finding: the host."""
+    """Merges findings of the same kind for all ranks of a host into one finding for the host."""
     merged: list[SlowFinding] = []
-    for kind, of_kind in group_by(findings, lambda one: one.kind).items():
-        single = {one.ranks[0]: one for one in of_kind if len(one.ranks) == 1}
+    for kind, of_kind in group_by(findings, lambda finding: finding.kind).items():
+        single = {finding.ranks[0]: finding for finding in of_kind if len(finding.ranks) == 1}
         for host, on_host in group_by(range(world.size), lambda rank: world.hosts[rank]).items():
             if set(on_host) <= single.keys() and len(set(world.hosts)) > 1:
                 parts = [single.pop(rank) for rank in on_host]
@@ -453,5 +525,5 @@ def _by_host(findings: Sequence[SlowFinding], world: ExaminedWorld) -> list[Slow
                         p=max(finding.p for finding in parts),
                     )
                 )
-        merged += [*single.values(), *(one for one in of_kind if len(one.ranks) > 1)]
+        merged += [*single.values(), *(finding for finding in of_kind if len(finding.ranks) > 1)]
     return merged

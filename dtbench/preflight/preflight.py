@@ -1,5 +1,4 @@
-"""Starting ranks, or joining those that a launcher started; rank 0 leads the examination and prints what it found, as
-JSON or in lines for people."""
+"""Runs a preflight on ranks of its own or of a launcher. Rank 0 leads the examination and prints the result."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural
 
-# Of the speed that a topology has. Days and jobs differ by more than peers of one minute do.
+# Share of the topology's speed. Speeds of different days and jobs differ by more than those of peers within a minute.
 SLOWER_THAN_EXPECTED = 0.80
 
 
@@ -70,11 +69,12 @@ class PreflightRequest:
 
 
 def preflight(request: PreflightRequest) -> int:
-    """Examines the world, or starts one here; the exit code: 1 where something is named, 3 where something had no
-    peers to be compared with.
+    """Runs a preflight on the ranks of a launcher, or on ranks started here.
+
+    Returns the exit code: 1 if something is slow, 3 if something has no peers to be compared with.
 
     Raises:
-        UsageError: a world of one rank, or options that cannot be followed.
+        UsageError: a single rank, or invalid options.
     """
     silence_torch()
     options = request.options
@@ -97,9 +97,7 @@ def preflight(request: PreflightRequest) -> int:
 
 def _refuse_one(ranks: int) -> None:
     if ranks < 2:
-        raise UsageError(
-            "a preflight compares ranks with each other, and a world of one has none to compare: start 2 or more"
-        )
+        raise UsageError("a preflight compares ranks with each other: got 1 rank, expected 2 or more")
 
 
 def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
@@ -107,7 +105,7 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 
 
 class Coordinator:
-    """This rank's part; on rank 0 it also asks for what is measured, and concludes. `go` never returns."""
+    """The part of one rank. Rank 0 also runs the examination and prints the result. `go` never returns."""
 
     def __init__(self, request: PreflightRequest, place: RankEnv, report_path: str = "") -> None:
         self._options, self._as_json = request.options, request.as_json
@@ -119,18 +117,18 @@ class Coordinator:
             _refuse_one(rank.env.world_size)
             options = self._options
             device_type = choose_device(options.device)
-            plan = options.resolve(device_type, rank.env.world_size)
+            run_options = options.resolve(device_type, rank.env.world_size)
             rank.join(device_type, choose_backend(device_type))
             rank.active_case.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):
-                examination = self._examine(plan.mesh, options.timeout_s)
+                examination = self._examine(run_options.mesh, options.timeout_s)
             seconds = time.monotonic() - began
             rank.conclude(self.conclude(examination, seconds) if rank.env.rank == 0 else None)
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
-        """What was found, which rank 0 knows; of no meaning elsewhere."""
+        """Carries out the examination. The result is complete on rank 0 only."""
         from dtbench.preflight.part import Probe
 
         rank, ranks = self._rank, self._rank.ranks
@@ -155,11 +153,11 @@ class Coordinator:
         return examination
 
     def examining(self, world: ExaminedWorld) -> Examining:
-        """What rank 0 asks for."""
+        """Returns the generator of commands that rank 0 runs."""
         return examine(world)
 
     def conclude(self, examination: Examination, seconds: float) -> int:
-        """On rank 0: compares and prints what was found. The exit code."""
+        """Compares and prints the result on rank 0; returns the exit code."""
         if self._expected is not None:
             compare_with(self._expected, examination)
         file = file_of(examination, seconds, str(self._rank.device).partition(":")[0])
@@ -173,14 +171,16 @@ class Coordinator:
 
 
 def compare_with(expected: CalibratedTopology, examination: Examination) -> None:
-    """Adds the mesh dims that are slower than the topology has them, beyond the upper end of its interval: where all
-    ranks are slow, none has a faster peer."""
+    """Adds findings for mesh dims that are slower than the upper end of the topology's interval.
+
+    This finds what a comparison of peers cannot: all ranks being slow.
+    """
     dims = {dim.name: dim for dim in expected.dims}
     if not dims.keys() & examination.dims.keys():
         examination.unjudged.append(
             f"--expect has mesh dim {', '.join(dims)}, measured here: {', '.join(examination.dims) or 'none'}"
         )
-    elif examination.world.size == 2:  # what no peers tell, the topology does
+    elif examination.world.size == 2:  # the topology replaces the missing peers
         examination.unjudged.clear()
     for name in dims.keys() & examination.dims.keys():
         times = examination.dims[name]
@@ -189,7 +189,7 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
         if share < SLOWER_THAN_EXPECTED:
             examination.findings.append(
                 SlowFinding(
-                    what=f"mesh dim {name} against what is expected",
+                    what=f"mesh dim {name} compared with --expect",
                     kind=f"all_reduce over {name}",
                     ranks=tuple(range(examination.world.size)),
                     share=share,
@@ -199,7 +199,13 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
 
 
 class LinkRate(Struct, frozen=True, kw_only=True):
-    """A pair of ranks. rate: bytes per second each way, both ways at once."""
+    """The bandwidth of a pair of ranks.
+
+    Attributes:
+        kind: kind of link.
+        ranks: the pair.
+        rate: bytes per second in each direction, both directions at once.
+    """
 
     kind: str
     ranks: tuple[int, int]
@@ -207,8 +213,24 @@ class LinkRate(Struct, frozen=True, kw_only=True):
 
 
 class Preflight(Struct, frozen=True, kw_only=True):
-    """hosts: by rank. work_s: kind -> seconds by rank of equal pieces of work. rechecks: suspects that were measured
-    again, which decides. level: chance of naming anything where all are equal; found from a share of `named` on."""
+    """The result of a preflight, as printed by --json.
+
+    Attributes:
+        time: of the end, UTC.
+        seconds: duration of the examination.
+        device: "cpu" or "cuda".
+        hosts: host of each rank.
+        mesh: mesh dims with their sizes.
+        links: bandwidth of each measured pair.
+        dims: times of each mesh dim.
+        work_s: kind of work -> seconds per rank for equal pieces of work.
+        findings: reported as slow.
+        rechecks: suspects that were measured again.
+        notes: remarks for the reader.
+        unjudged: comparisons without a verdict, with the reason.
+        named: share of the peers' speed below which a suspect is reported.
+        level: probability that anything is reported if all ranks are equal.
+    """
 
     kind: Literal["preflight"] = "preflight"
     schema: Literal[1] = 1
@@ -229,7 +251,7 @@ class Preflight(Struct, frozen=True, kw_only=True):
 
 
 def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
-    """An examination as its file holds it."""
+    """Returns the record of an examination."""
     return Preflight(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         seconds=seconds,
@@ -237,9 +259,9 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
         hosts=examination.world.hosts,
         mesh=examination.world.mesh,
         links=tuple(
-            LinkRate(kind=kind, ranks=pair, rate=of.rate(pair))
-            for kind, of in examination.pairs.items()
-            for pair in sorted(of.exchanges)
+            LinkRate(kind=kind, ranks=pair, rate=link_times.rate(pair))
+            for kind, link_times in examination.pairs.items()
+            for pair in sorted(link_times.exchanges)
         ),
         dims=tuple(examination.dims.values()),
         work_s={kind: tuple(times) for kind, times in examination.work_s.items()},
@@ -253,22 +275,30 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
 
 
 def names_of(infos: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """By rank the name of its host; hosts of one name are told apart by their kernels."""
+    """Returns the host of each rank; hosts of equal names are numbered by their kernels."""
     keys = [(str(info["host"]), info["boot_id"]) for info in infos]
     hosts = group_by(dict.fromkeys(keys), lambda key: key[0]).values()
-    numbered = {key: f"{key[0]}#{at}" for alike in hosts if len(alike) > 1 for at, key in enumerate(alike)}
+    numbered = {
+        key: f"{key[0]}#{number}"
+        for namesakes in hosts
+        if len(namesakes) > 1
+        for number, key in enumerate(namesakes)
+    }
     return tuple(numbered.get(key, key[0]) for key in keys)
 
 
 def print_all(file: Preflight) -> None:
-    """Speeds of peers, then the verdict in one line."""
+    """Prints the speeds of peers, the suspects and the verdict."""
     console = new_console()
     rows = list(_rows(file))
     print_columns(
         console,
-        [("what", [row[0] for row in rows])],
-        [(title, [row[at] for row in rows]) for at, title in enumerate(("slowest", "median", "fastest"), 1)],
-        [("of", [row[4] for row in rows])],
+        [("", [row[0] for row in rows])],
+        [
+            (title, [row[column] for row in rows])
+            for column, title in enumerate(("slowest", "median", "fastest"), 1)
+        ],
+        [("measured", [row[4] for row in rows])],
     )
     if rows := list(_rechecked(file)):
         print_columns(
@@ -283,7 +313,7 @@ def print_all(file: Preflight) -> None:
 
 
 def _rows(file: Preflight) -> Iterator[list[str]]:
-    """What; of it the slowest, the median and the fastest; of how many."""
+    """Yields rows: name, slowest, median and fastest of its peers, number of peers."""
     for kind, links in group_by(file.links, lambda link: link.kind).items():
         rates = [link.rate for link in links]
         unit = bandwidth_unit(rates)
@@ -296,17 +326,17 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
         yield [
             f"all_reduce of {format_size(dim.size_bytes)} over {dim.dim}={len(dim.groups[0])}",
             *map(format_seconds, _worst_first(dim.times_s)),
-            f"{plural(len(dim.groups), 'group')}, judged by --expect alone",
+            f"{plural(len(dim.groups), 'group')}, compared by --expect only",
         ]
     for kind, by_rank in file.work_s.items():
         yield [kind, *map(format_seconds, _worst_first(by_rank)), plural(len(by_rank), "rank")]
 
 
 def _rechecked(file: Preflight) -> Iterator[list[str]]:
-    """A suspect; its figure and that of its peers, its share of their speed, and what follows."""
+    """Yields rows: suspect, its time or bandwidth, that of its peers, its share of their speed, the verdict."""
     for recheck in file.rechecks:
         finding, size = recheck.finding, recheck.size_bytes
-        unclear = "no verdict" if finding.share <= file.named else "as its peers"
+        unclear = "no verdict" if finding.share <= file.named else "like its peers"
         yield [
             f"{finding.what} ({finding.kind})",
             *(
@@ -323,10 +353,10 @@ def _worst_first(values: Sequence[float]) -> list[float]:
 
 
 def sentence(file: Preflight) -> str:
-    """The verdict in one line."""
+    """Returns the verdict in one line."""
     about = f"{len(file.hosts)} ranks on {plural(len(set(file.hosts)), 'host')}, {file.seconds:.0f} s"
     if file.findings:
-        return f"preflight: slow ({about}): {'; '.join(plain(one.words()) for one in file.findings)}"
+        return f"preflight: slow ({about}): {'; '.join(plain(finding.words()) for finding in file.findings)}"
     if file.unjudged:
         return f"preflight: no verdict ({about}): {plain('; '.join(file.unjudged))}"
     if len(file.hosts) == 2:

@@ -44,7 +44,7 @@ from dtbench.preflight.examine import (
     rounds_of,
     turns_of,
     work,
-    worse,
+    slower_times,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, PreflightRequest
@@ -72,8 +72,10 @@ def gather_pool(world: ExaminedWorld, reps: int) -> Generator[ProbeCommand, Answ
         alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
         pool["pairs"][kind] = {
             "bytes": size,
-            "screen": {f"{a}-{b}": worse(together, r, a, b) for r, one in enumerate(rounds) for a, b in one},
-            "alone": {f"{a}-{b}": worse(alone, at, a, b) for at, (a, b) in enumerate(all_pairs)},
+            "screen": {
+                f"{a}-{b}": slower_times(together, r, a, b) for r, one in enumerate(rounds) for a, b in one
+            },
+            "alone": {f"{a}-{b}": slower_times(alone, at, a, b) for at, (a, b) in enumerate(all_pairs)},
         }
     everyone = list(range(world.size))
     places = pool["places"] = yield {"do": "place"}

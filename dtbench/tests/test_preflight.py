@@ -217,7 +217,9 @@ def test_table_shows_the_repeated_measurement_that_the_verdict_rests_on(
     (again,) = table[next(i for i, row in enumerate(table) if row[0].startswith("measured again")) + 1 :]
     suspect, peers = (float(cell.split()[0]) for cell in again[1:3])
     ratio = peers / suspect if kind == "work" else suspect / peers
-    assert again[-1] == "as its peers" and float(again[3].rstrip("%")) / 100 == pytest.approx(ratio, abs=0.01)
+    assert again[-1] == "like its peers" and float(again[3].rstrip("%")) / 100 == pytest.approx(
+        ratio, abs=0.01
+    )
     assert ratio > 0.9
 
 
@@ -240,7 +242,7 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     """Healthy means: each link and rank of the tables is near the median or has a row of its own below."""
     examination = FakeRanks(hosts_of(hosts, 2), noise=noise, seed=seed).examine()
     again = {(one.finding.kind, one.finding.ranks) for one in examination.rechecks}
-    cut = any("were examined" in note for note in examination.notes)
+    cut = any("were measured again" in note for note in examination.notes)
     for kind, of in examination.pairs.items():
         usual = median(map(of.seconds, of.exchanges))
         for a, b in of.exchanges:
@@ -258,7 +260,7 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     line = sentence(file_of(examination, 3.0, "cpu"))
     assert not (uncertain and "healthy" in line)
     if uncertain and not examination.findings:
-        assert "no verdict" in line and "may be chance" in line
+        assert "no verdict" in line and "too unsteady to exclude chance" in line
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:
@@ -338,7 +340,7 @@ def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
             "dp": DimTimes(dim="dp", groups=(tuple(range(8)),), size_bytes=2**26, times_s=times)
         }
         compare_with(topology, examination)
-        assert [one.what for one in examination.findings] == ["mesh dim dp against what is expected"] * named
+        assert [one.what for one in examination.findings] == ["mesh dim dp compared with --expect"] * named
     other = Examination(ExaminedWorld(("a", "b"), (("tp", 2),)))
     compare_with(topology, other)
     assert other.unjudged == ["--expect has mesh dim dp, measured here: none"]
