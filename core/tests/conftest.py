@@ -72,7 +72,7 @@ def fake_world() -> Iterator[Callable[..., None]]:
 def group(fake_world: Callable[[int], None]) -> dist.ProcessGroup:
     """Of 8 ranks without transport."""
     fake_world(8)
-    return dist.group.WORLD  # type: ignore[return-value]
+    return dist.group.WORLD
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ def _answer(name: tuple[str, str], filters: Sequence[tuple[Any, ...]], payload: 
     """(the result, None), or (the error's text, the error if it travels)."""
     try:
         with warnings.catch_warnings():
-            warnings.filters[:] = filters  # type: ignore[index]
+            warnings.filters[:] = filters
             args, kwargs = pickle.loads(payload)
             return pickle.dumps((True, _load(*name)(*args, **kwargs), None))
     except BaseException as error:
@@ -233,7 +233,7 @@ class World:
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         while waiting and (left := deadline - time.monotonic()) > 0:
             for ready in wait(list(waiting), timeout=left):
-                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                rank = waiting.pop(ready)
                 try:
                     answers[rank] = pickle.loads(self._pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Counts the ops that would run on a device, and the memory that they allocate, on a CPU by a dispatch mode."""
+"""A dispatch mode that counts the ops that would run on a device and the memory that they allocate; a recorded Work."""
 
 from __future__ import annotations
 
@@ -13,6 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm
+
+
+class Work:
+    """A collective that records when it is waited for."""
+
+    def __init__(self, events: list[str], name: object) -> None:
+        self.events, self.name = events, name
+
+    def wait(self) -> None:
+        self.events.append(f"wait {self.name}")
 
 
 class Operations(TorchDispatchMode):
@@ -41,11 +51,13 @@ class Operations(TorchDispatchMode):
         if "empty" not in name:
             self.names.append(name)
         if func.namespace == "aten":
-            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            for made in (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)):
-                if made._cdata not in given:
-                    self._live[StorageWeakRef(made)] = made.nbytes()
-                    self.allocated += made.nbytes()
+            inputs = {
+                t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
+            }
+            for storage in (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)):
+                if storage._cdata not in inputs:
+                    self._live[StorageWeakRef(storage)] = storage.nbytes()
+                    self.allocated += storage.nbytes()
         self._live = {storage: nbytes for storage, nbytes in self._live.items() if not storage.expired()}
         self.peak = max(self.peak, sum(self._live.values()))
         return result
@@ -53,7 +65,7 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def counted() -> Iterator[Operations]:
-    """Counts ops; collectives are issued as without a mode, by the process group's own methods."""
+    """Counts ops. Collectives are issued by the methods of the process group, as they are without a dispatch mode."""
     active: Callable[[], int] = comm.dispatch_modes_active
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)

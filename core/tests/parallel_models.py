@@ -75,7 +75,6 @@ def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 
 def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""The bucketer against plain sums: values, order, reductions, DTensors, hooks, memory, and what it refuses."""
+"""ReduceScatterBucketer: values against plain sums, order of callbacks, reductions, DTensors, hooks, memory, errors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from core.tests.gloo_world import WORLD_SIZE, mesh_of, on_ranks, on_worlds
 from core.tests.on_device import DEVICE_TYPE, torch
+from core.tests.operations import Work
 from dtbench_core import CoreError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
 from dtbench_core.bucketer.packing import JOIN_BYTES
 
-# What gloo sums in torch 2.13; it refuses bool, int16 and complex types.
+# The dtypes that gloo sums in torch 2.13; it refuses bool, int16 and complex types.
 GLOO_DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
@@ -29,21 +30,11 @@ def same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-class Work:
-    """A collective that is over when it is waited for, and not before."""
-
-    def __init__(self, happened: list[str], name: str) -> None:
-        self.happened, self.name = happened, name
-
-    def wait(self) -> None:
-        self.happened.append(f"wait {self.name}")
-
-
 # --- real ranks: values ----------------------------------------------------------------------------
 
 
 def _inputs(rank: int, shape: Sequence[int], world: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """What `rank` hands over: small whole numbers, so that sums are exact in every dtype."""
+    """Returns the inputs of `rank`: small integers, so that sums are exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return [torch.randint(0, 7, tuple(shape), generator=generator).to(dtype) for _ in range(world)]
 
@@ -55,8 +46,8 @@ def _expected(me: int, shape: Sequence[int], world: int, dtype: torch.dtype, see
 @pytest.mark.parametrize("cap_mb", [25, 0.001, 0])
 @on_ranks
 def test_sums_in_every_dtype_gloo_reduces(cap_mb: float) -> None:
-    shapes = [(5,), (2, 3), (), (0,), (70, 2), (3, 0), (1, 1, 4), (200,)] * len(GLOO_DTYPES)
-    shapes = sorted(shapes)  # neighbours alike in shape then differ in dtype: all dtypes meet all shapes
+    # Sorted, so that each shape meets all dtypes.
+    shapes = sorted([(5,), (2, 3), (), (0,), (70, 2), (3, 0), (1, 1, 4), (200,)] * len(GLOO_DTYPES))
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     bucketer = ReduceScatterBucketer(cap_mb)
     results: dict[int, Tensor] = {}
@@ -83,11 +74,11 @@ def test_callbacks_may_use_the_bucketer(cap: float, hold: bool) -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     bucketer, got = ReduceScatterBucketer(cap, hold_inputs=hold), dict[int, Tensor]()
 
-    def hand_over(seed: int, again: bool = True) -> None:
+    def reduce(seed: int, again: bool = True) -> None:
         def keep(result: Tensor) -> None:
             got[seed] = result
             if again:
-                hand_over(seed + 100, again=False)
+                reduce(seed + 100, again=False)
             if seed % 3 == 0:
                 bucketer.flush()
 
@@ -95,7 +86,7 @@ def test_callbacks_may_use_the_bucketer(cap: float, hold: bool) -> None:
         bucketer.reduce_scatter_async(torch.cat(inputs) if seed % 2 else inputs, group, keep)
 
     for seed in range(12):
-        hand_over(seed)
+        reduce(seed)
     bucketer.flush()
     bucketer.flush()
     assert sorted(got) == [*range(12), *range(100, 112)]
@@ -106,27 +97,24 @@ def test_callbacks_may_use_the_bucketer(cap: float, hold: bool) -> None:
 
 
 @on_ranks
-def test_groups_do_not_mix() -> None:
+def test_groups_have_separate_buckets() -> None:
     mesh, me = mesh_of((2, WORLD_SIZE // 2), ("dp", "tp")), dist.get_rank()
     groups = [mesh.get_group("dp"), mesh.get_group("tp"), dist.group.WORLD]
     bucketer = ReduceScatterBucketer()
     got: list[tuple[int, Tensor]] = []
     for seed in range(6):
-        which = seed % 3
-        members = dist.get_process_group_ranks(groups[which])
-        inputs = _inputs(me, (4,), len(members), torch.float32, seed)
-        bucketer.reduce_scatter_async(inputs, groups[which], lambda r, seed=seed: got.append((seed, r)))
+        inputs = _inputs(me, (4,), groups[seed % 3].size(), torch.float32, seed)
+        bucketer.reduce_scatter_async(inputs, groups[seed % 3], lambda r, seed=seed: got.append((seed, r)))
     bucketer.flush()
     assert [seed for seed, _ in got] == [0, 3, 1, 4, 2, 5]  # bucket by bucket, each in order of arrival
     for seed, result in got:
         members = dist.get_process_group_ranks(groups[seed % 3])
-        mine = members.index(me)
-        expected = sum(_inputs(r, (4,), len(members), torch.float32, seed)[mine] for r in members)
-        same(result, expected)
+        terms = [_inputs(r, (4,), len(members), torch.float32, seed) for r in members]
+        same(result, sum(term[members.index(me)] for term in terms))
 
 
 @on_ranks
-def test_strides_and_gradients_of_inputs() -> None:
+def test_inputs_may_be_strided_or_require_grad() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     whole = [torch.arange(24.0).reshape(4, 6).add(r) for r in range(world)]
     total = sum(whole)
@@ -151,21 +139,21 @@ def test_strides_and_gradients_of_inputs() -> None:
 
 
 @on_ranks(world_size=2)
-def test_callbacks_come_in_the_documented_order() -> None:
+def test_order_of_callbacks() -> None:
     group, world = dist.group.WORLD, dist.get_world_size()
     called: list[str] = []
     bucketer = ReduceScatterBucketer(bucket_cap_mb=4 * world * 10 / MIB)  # 10 floats per shard
 
-    def hand_over(name: str, numel: int) -> None:
+    def reduce(name: str, numel: int) -> None:
         bucketer.reduce_scatter_async([torch.ones(numel)] * world, group, lambda _: called.append(name))
 
-    hand_over("small", 4)
-    hand_over("large", 11)
-    hand_over("none", 0)
+    reduce("small", 4)
+    reduce("large", 11)
+    reduce("none", 0)
     called.append("|")
-    hand_over("pushes", 7)  # closes the first bucket, whose collective may run until the next is full
+    reduce("pushes", 7)  # closes the first bucket, whose collective may run until the next is full
     called.append("|")
-    hand_over("pushes too", 7)
+    reduce("pushes too", 7)
     called.append("|")
     bucketer.flush()
     bucketer.flush()
@@ -173,34 +161,33 @@ def test_callbacks_come_in_the_documented_order() -> None:
 
 
 @on_ranks(world_size=2)
-def test_a_failing_callback_loses_no_other() -> None:
+def test_failing_callback_does_not_stop_the_others() -> None:
     group, world = dist.group.WORLD, dist.get_world_size()
     mesh_group = mesh_of((world,)).get_group()
     called: list[str] = []
     bucketer = ReduceScatterBucketer(4 * world * 10 / MIB)
     mine = dist.get_rank() == 0  # only rank 0 fails: its collectives stay in step with those of the others
 
-    def hand_over(name: str, numel: int = 4, error: Exception | None = None, to: object = group) -> None:
+    def reduce(name: str, numel: int = 4, error: Exception | None = None, to: object = group) -> None:
         def callback(result: Tensor) -> None:
             called.append(name)
             same(result, torch.full((numel,), float(world)))
             if error is not None and mine:
                 raise error
 
-        bucketer.reduce_scatter_async([torch.ones(numel)] * world, to, callback)  # type: ignore[arg-type]
+        bucketer.reduce_scatter_async([torch.ones(numel)] * world, to, callback)
 
-    hand_over("a", error=KeyError("one"))
-    hand_over("b")
-    hand_over("c", 7)
+    reduce("a", error=KeyError("one"))
+    reduce("b")
+    reduce("c", 7)
     with pytest.raises(KeyError, match="one") if mine else nullcontext():
-        hand_over("c2", 7)
+        reduce("c2", 7)
     assert called == ["a", "b"]
     bucketer.flush()
     assert called == ["a", "b", "c", "c2"]
 
-    hand_over("d", error=ValueError("two"))
-    hand_over("e", error=OSError("three"), to=mesh_group)
-    caught: pytest.ExceptionInfo[ExceptionGroup[Exception]] | None
+    reduce("d", error=ValueError("two"))
+    reduce("e", error=OSError("three"), to=mesh_group)
     with (
         pytest.raises(ExceptionGroup, match=r"2 callbacks or collectives")
         if mine
@@ -234,26 +221,26 @@ def test_memory_stays_below_two_buckets(
 # --- overlap ---------------------------------------------------------------------------------------
 
 
-def test_a_collective_runs_while_the_next_bucket_fills(
+def test_collective_overlaps_filling_the_next_bucket(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened: list[str] = []
+    events: list[str] = []
 
     def issue(output: Tensor, packed: Tensor, group: object, async_op: bool) -> Work:
         assert async_op
-        happened.append(f"issue {packed[0]:g}")
-        return Work(happened, f"{packed[0]:g}")
+        events.append(f"issue {packed[0]:g}")
+        return Work(events, f"{packed[0]:g}")
 
     monkeypatch.setattr(comm, "reduce_scatter", issue)
     bucketer = ReduceScatterBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard
     for k in range(8):
-        happened.append(f"add {k}")
+        events.append(f"add {k}")
         bucketer.reduce_scatter_async(
-            torch.full((40,), float(k)), group, lambda _, k=k: happened.append(f"call {k}")
+            torch.full((40,), float(k)), group, lambda _, k=k: events.append(f"call {k}")
         )
-    happened.append("flush")
+    events.append("flush")
     bucketer.flush()
-    assert happened == [
+    assert events == [
         *("add 0", "add 1", "add 2", "issue 0", "add 3"),
         *("add 4", "issue 2", "wait 0", "call 0", "call 1", "add 5"),
         *("add 6", "issue 4", "wait 2", "call 2", "call 3", "add 7"),
@@ -261,7 +248,7 @@ def test_a_collective_runs_while_the_next_bucket_fills(
     ]
 
 
-def test_a_failed_collective_loses_its_bucket_only(
+def test_failed_collective_drops_only_its_bucket(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucketer, called = ReduceScatterBucketer(), []
@@ -308,7 +295,7 @@ def test_reductions() -> None:
         ({"op": "avg"}, torch.complex64, lambda t: t.to(torch.complex64).sum(0) / world),
     ]
     for (options, dtype, expected), cap, hold in product(cases, (25, 50 / MIB, 0), (False, True)):
-        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)  # type: ignore[arg-type]
+        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, **options)
         got: list[Tensor] = []
         mine = own_inputs[me].to(dtype)
         chunks = list(mine.chunk(world))
@@ -373,8 +360,9 @@ def test_dtensors_tensors_and_lists() -> None:
         bucketer.teardown()
 
 
+@pytest.mark.parametrize("cap", [25, 24 / MIB, 0])
 @on_ranks
-def test_gradients_come_by_hooks() -> None:
+def test_attach_reduces_gradients(cap: float) -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2)).to(DEVICE_TYPE)
@@ -385,12 +373,12 @@ def test_gradients_come_by_hooks() -> None:
 
     expected = [sum(terms) / world for terms in zip(*(gradients(r) for r in range(world)), strict=True)]
     shards: dict[nn.Parameter, Tensor] = {}
-    bucketer = ReduceScatterBucketer(op="avg")
+    bucketer = ReduceScatterBucketer(cap, op="avg")
     with bucketer.attach(model, group, shards.__setitem__):
         for _ in range(2):
             shards.clear()
             model(data[me]).square().sum().backward()
-            assert not shards and all(p.grad is None for p in model.parameters())
+            assert not (shards and cap == 25) and all(p.grad is None for p in model.parameters())
             bucketer.flush()
             for parameter, whole in zip(model.parameters(), expected, strict=True):
                 padded = torch.cat([whole.flatten(), torch.zeros(-whole.numel() % world)])
@@ -401,7 +389,7 @@ def test_gradients_come_by_hooks() -> None:
 
 
 @on_ranks(world_size=2)
-def test_ranks_that_disagree_are_told_so() -> None:
+def test_ranks_with_different_inputs_are_reported() -> None:
     me, group = dist.get_rank(), dist.group.WORLD
     cases = [
         ([[4], [6]], [[6], [4]], r"rank 0: flush, 2 inputs, .*on \[\[4\], \[6\]\]; rank 1: .*\[\[6\], \[4\]"),
@@ -412,9 +400,9 @@ def test_ranks_that_disagree_are_told_so() -> None:
     ]
     for *shapes, message in cases:
         bucketer = ReduceScatterBucketer(2 * 10 * 4 / MIB)  # 10 elements per shard
-        with pytest.raises(BucketError, match=message):  # type: ignore[arg-type]
+        with pytest.raises(BucketError, match=message):
             for shape in shapes[me]:
-                bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group)  # type: ignore[arg-type]
+                bucketer.reduce_scatter_async([torch.ones(shape)] * 2, group)
             bucketer.flush()
     bucketer, got = ReduceScatterBucketer(check_ranks="always"), []
     bucketer.reduce_scatter_async([torch.ones(4 + me)] * 2, group)
@@ -474,42 +462,51 @@ def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.usefixtures("own_part")
+@pytest.mark.parametrize("cap", [25, 64 / MIB])
 @pytest.mark.parametrize("hold", [False, True])
-def test_a_group_of_one(fake_world: Callable[[int], None], hold: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"op": "avg"}, {"reduce_dtype": torch.float32}], ids=str)
+def test_group_of_one_returns_its_inputs(
+    fake_world: Callable[[int], None], options: dict[str, object], hold: bool, cap: float
+) -> None:
     fake_world(1)
-    group = dist.group.WORLD
-    assert group is not None
-    bucketer, got = ReduceScatterBucketer(hold_inputs=hold), []
-    inputs = [*(torch.randn(n) for n in (3, 0, 2 * JOIN_BYTES)), torch.tensor(2.0), torch.randn(2, 3).T]
+    bucketer, results = ReduceScatterBucketer(cap, hold_inputs=hold, **options), dict[int, Tensor]()
+    dtype = torch.bfloat16 if options else torch.float32
+    inputs = [
+        *(torch.randn(n) for n in (1, 3, 7, 8, 0, 2 * JOIN_BYTES)),
+        torch.tensor(2.0),
+        torch.randn(2, 3).T,
+    ]
     for _ in range(2):
-        for tensor in inputs:
-            bucketer.reduce_scatter_async([tensor], group, got.append)
+        for k, tensor in enumerate(inputs):
+            keep = partial(results.__setitem__, k)
+            bucketer.reduce_scatter_async([tensor.to(dtype)], dist.group.WORLD, keep)
         bucketer.flush()
-        for result, tensor in zip(got, inputs, strict=True):
-            same(result, tensor)
-        got.clear()
+        for k, tensor in enumerate(inputs):
+            same(results.pop(k), tensor.to(dtype))
 
 
-def test_options_that_make_no_sense() -> None:
-    cases: list[tuple[dict[str, object], str]] = [
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"op": "max"}, "expected 'sum', 'avg', or 'premul'"),
         ({"op": "premul"}, "got op='premul' with factor=None"),
         ({"factor": 2.0}, "got op='sum' with factor=2.0"),
         ({"check_ranks": "often"}, "expected one of first, always, never"),
         ({"bucket_cap_mb": float("nan")}, "got bucket_cap_mb=.*, expected a finite number"),
         ({"bucket_cap_mb": "25"}, "got bucket_cap_mb=.*, expected a finite number"),
-    ]
-    for options, message in cases:
-        with pytest.raises(BucketError, match=message):
-            ReduceScatterBucketer(**options)  # type: ignore[arg-type]
+    ],
+)
+def test_invalid_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(BucketError, match=message):
+        ReduceScatterBucketer(**options)
 
 
-def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
+def test_invalid_inputs_are_refused(group: dist.ProcessGroup) -> None:
     averaging = ReduceScatterBucketer(op="avg")
     to_real = ReduceScatterBucketer(reduce_dtype=torch.float32)
     bucketer, holding = ReduceScatterBucketer(), ReduceScatterBucketer(hold_inputs=True)
     small, large = torch.ones(4), torch.ones(JOIN_BYTES)
-    for _ in range(2):  # the second time on the short way, where there is one
+    for _ in range(2):  # the second time on the fast path, if the input has one
         bucketer.reduce_scatter_async(torch.ones(8), group)
         holding.reduce_scatter_async(torch.ones(8), group)
         for use, inputs, message in [
@@ -531,6 +528,6 @@ def test_inputs_that_make_no_sense(group: dist.ProcessGroup) -> None:
             (bucketer, [], "received 0 inputs"),
         ]:
             with pytest.raises(BucketError, match=message):
-                use.reduce_scatter_async(inputs, group)  # type: ignore[arg-type]
+                use.reduce_scatter_async(inputs, group)
     assert [b.pending for b in bucketer.buckets.values()] == [2]
     assert not averaging.buckets

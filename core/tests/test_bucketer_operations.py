@@ -1,6 +1,6 @@
-"""The bucketer as a GPU sees it: device operations per bucket, what lies between issue and wait, memory.
+"""Device operations of the bucketer: their number per bucket, overlap with computation, memory.
 
-All of it is counted on a CPU by dispatch modes; no time is measured.
+Dispatch modes count them on a CPU; no time is measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
-from core.tests.operations import Operations, counted, within
-from dtbench_core import DTensor, Partial, comm
+from core.tests.operations import Operations, Work, counted, within
+from dtbench_core import comm
 from dtbench_core.bucketer import ReduceScatterBucketer
 from dtbench_core.bucketer.bucket import Bucket
 
@@ -49,7 +49,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 def test_held_bucket_takes_few_operations(
     group: dist.ProcessGroup, form: str, options: dict[str, Any]
 ) -> None:
-    """4,096 tensors of 16 KiB: one packing, one collective, and at most one op each to scale and to convert."""
+    """Buckets of 4096 tensors take one packing, one collective, and at most one op each to scale and to convert."""
     dtype = torch.bfloat16 if "reduce_dtype" in options else torch.float32
     inputs = [FORMS[form](torch.ones(16 * KIB // dtype.itemsize, dtype=dtype)) for _ in range(4096)]
     bucketer = ReduceScatterBucketer(hold_inputs=True, **options)
@@ -63,7 +63,7 @@ def test_held_bucket_takes_few_operations(
     assert len(operations.names) <= most * issued, Counter(operations.names)
 
 
-def test_odd_shards_take_one_operation_more(group: dist.ProcessGroup) -> None:
+def test_odd_shards_take_one_more_operation(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(hold_inputs=True)
     with counted() as operations:
         for numel in (8, 64, 8 * 6, 128):
@@ -94,7 +94,7 @@ def test_rows_are_aligned(
     monkeypatch.setattr(comm, "reduce_scatter", lambda _output, packed, *_, **__: sent.append(packed.clone()))
     bucketer = ReduceScatterBucketer(hold_inputs=hold)
     numels = [1, 16, 3, 32, 48, 7]
-    for _ in range(2):  # in the second round the length is foreseen
+    for _ in range(2):  # the second round reuses the length of the first
         for value, numel in enumerate(numels, start=1):
             bucketer.reduce_scatter_async(torch.full((8 * numel,), value, dtype=dtype), group)
         bucketer.flush()
@@ -112,16 +112,6 @@ def test_rows_are_aligned(
 # --- attach ----------------------------------------------------------------------------------------
 
 
-class Work:
-    """A handle that records when it is waited for."""
-
-    def __init__(self, happened: list[str], index: int) -> None:
-        self.happened, self.index = happened, index
-
-    def wait(self) -> None:
-        self.happened.append(f"wait {self.index}")
-
-
 @pytest.mark.parametrize("features", [16, 17])  # 17: padded for 8 ranks
 @pytest.mark.parametrize("cap_kib", [0.25, 4, 1000])
 @pytest.mark.parametrize("hold", [False, True])
@@ -133,30 +123,30 @@ def test_attach_overlaps_every_collective_with_computation(
     bucketer = ReduceScatterBucketer(cap_kib * KIB / MIB, check_ranks="never", hold_inputs=hold)
     shards: dict[nn.Parameter, Tensor] = {}
     with counted() as operations, bucketer.attach(model, group, shards.__setitem__):
-        loss, happened, issued = model(torch.ones(2, features)).sum(), operations.names, list[int]()
+        loss, events, issued = model(torch.ones(2, features)).sum(), operations.names, list[int]()
 
         def issue(output: Tensor, packed: Tensor, group: object, async_op: bool) -> Work:
-            happened.append(f"issue {len(issued)}")
+            events.append(f"issue {len(issued)}")
             issued.append(packed.numel())
-            return Work(happened, len(issued) - 1)
+            return Work(events, len(issued) - 1)
 
         monkeypatch.setattr(comm, "reduce_scatter", issue)
-        happened.clear()
+        events.clear()
         loss.backward()
-        ended = len(happened)
+        ended = len(events)
         bucketer.flush()
     assert set(shards) == set(model.parameters())
     for index in range(len(issued)):
-        start, end = happened.index(f"issue {index}"), happened.index(f"wait {index}")
-        between = happened[start:end]
-        assert end > ended or {"mm", "sum.dim_IntList"} & set(between), (index, happened)
-    backward = Counter(happened[:ended])
+        start, end = events.index(f"issue {index}"), events.index(f"wait {index}")
+        between = events[start:end]
+        assert end > ended or {"mm", "sum.dim_IntList"} & set(between), (index, events)
+    backward = Counter(events[:ended])
     assert not {"copy_", "clone", "stack", "cat", "_foreach_copy_"} & set(backward), backward
     assert backward["constant_pad_nd"] == (6 if (features, cap_kib) == (17, 0.25) else 0)
 
 
-def test_attach_holds_in_a_bucket_that_others_are_copied_into(group: dist.ProcessGroup) -> None:
-    """An input of reduce_scatter_async may be reused at once, also beside gradients that are held."""
+def test_inputs_are_copied_into_a_bucket_that_holds_gradients(group: dist.ProcessGroup) -> None:
+    """An input of reduce_scatter_async may be reused immediately, even in a bucket that holds gradients."""
     parameter = nn.Parameter(torch.ones(20))
     bucketer = ReduceScatterBucketer(op="avg")
     results: list[Tensor] = []
@@ -208,7 +198,7 @@ def test_attach_allocates_no_more_than_fsdp2(cap_mb: float) -> None:
         model(given).sum().backward()
         within(ours, bucketer.flush)()
     for parameter, reference in zip(model.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(shards[parameter], reference.grad.to_local().flatten())  # type: ignore[union-attr]
+        torch.testing.assert_close(shards[parameter], reference.grad.to_local().flatten())
     assert ours.allocated <= theirs.allocated and ours.peak <= theirs.peak
 
 
@@ -217,8 +207,8 @@ def test_attach_allocates_no_more_than_fsdp2(cap_mb: float) -> None:
 
 @pytest.mark.parametrize("hold", [False, True])
 @on_ranks
-def test_odd_shards_have_the_sums_of_one_device(hold: bool) -> None:
-    """Shards of 1, 3, 7, ... elements of 1, 2, 4 and 8 bytes, among even and empty ones, in buckets of many sizes."""
+def test_odd_shards_are_summed(hold: bool) -> None:
+    """Mixes odd, even and empty shards of 1, 2, 4 and 8 bytes per element, in buckets of several sizes."""
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     numels = [7, 16, 1, 0, 3, 64, 5, 0, 32, 7, 16, 9]
     dtypes = [torch.uint8, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.int64]
@@ -237,11 +227,11 @@ def test_odd_shards_have_the_sums_of_one_device(hold: bool) -> None:
                 shaped = [c.clone() for c in tensor.view(world, numel)] if form == "list" else shaped
                 keep = results.__setitem__ if seed % 5 == 0 else lambda *_: None  # most are dropped
                 bucketer.reduce_scatter_async(shaped, group, lambda r, seed=seed, keep=keep: keep(seed, r))
-            # The last bucket of the first round is under way when the second round begins.
+            # The last bucket of the first round is still pending when the second round begins.
         bucketer.flush()
         for seed in range(0, len(numels), 5):
             total = sum(given(rank, seed, numels[seed], dtype) for rank in range(world))
-            want = total.view(world, -1)[me] if numels[seed] else total  # type: ignore[union-attr]
+            want = total.view(world, -1)[me] if numels[seed] else total
             torch.testing.assert_close(results[seed].flatten(), want.to(dtype), rtol=0, atol=0)
         bucketer.teardown()
         assert bucketer.counters.held_bytes == 0
@@ -251,7 +241,7 @@ def test_odd_shards_have_the_sums_of_one_device(hold: bool) -> None:
 def test_kept_results_are_not_written_to_by_later_buckets() -> None:
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     for hold, options in product((False, True), ({}, {"op": "avg"}, {"op": "premul", "factor": 2.0})):
-        bucketer = ReduceScatterBucketer(world * 4 * 8 / MIB, hold_inputs=hold, **options)  # type: ignore[arg-type]
+        bucketer = ReduceScatterBucketer(world * 4 * 8 / MIB, hold_inputs=hold, **options)
         kept: list[Tensor] = []
         for value in range(12):
             bucketer.reduce_scatter_async(
@@ -264,41 +254,4 @@ def test_kept_results_are_not_written_to_by_later_buckets() -> None:
         for value, result in zip((0, 4, 8), kept, strict=True):
             assert result.tolist() == [scale * (2 * value + 1)] * 3
             assert result._version == kept[0]._version  # written to by itself alone
-        bucketer.teardown()
-
-
-@pytest.mark.usefixtures("own_part")
-@pytest.mark.parametrize("options", [{"op": "avg"}, {"reduce_dtype": torch.float32}, {}], ids=str)
-def test_group_of_one_gives_its_own_values(
-    fake_world: Callable[[int], None], options: dict[str, Any]
-) -> None:
-    fake_world(1)
-    group, results = dist.group.WORLD, list[Tensor]()
-    bucketer = ReduceScatterBucketer(64 / MIB, hold_inputs=True, **options)
-    inputs = [(torch.arange(n) + n).to(torch.bfloat16) for n in (1, 3, 7, 8, 0, 64, 5)]
-    for tensor in inputs:
-        bucketer.reduce_scatter_async(tensor, group, results.append)  # type: ignore[arg-type]
-    bucketer.flush()
-    assert sorted(r.tolist() for r in results) == sorted(t.tolist() for t in inputs)
-
-
-@on_ranks(world_size=2)
-def test_attached_gradients_of_dtensors_and_odd_sizes() -> None:
-    me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    mesh = mesh_of((world,))
-    for cap in (25, 24 / MIB, 0):
-        weights = [torch.arange(float(n)) for n in (5, 8, 1, 3)]
-        parameters = nn.ParameterList([*(nn.Parameter(w) for w in weights)])
-        placed = nn.Parameter(
-            DTensor.from_local(weights[0].clone(), mesh, [Partial()]).redistribute(placements=None)
-        )
-        shards: dict[nn.Parameter, Tensor] = {}
-        bucketer = ReduceScatterBucketer(cap)
-        with bucketer.attach(nn.ParameterList([*parameters, placed]), group, shards.__setitem__):
-            loss = sum((p.square().sum() * (me + 1) for p in parameters), torch.zeros(()))
-            loss.backward()
-            bucketer.flush()
-        for parameter, weight in zip(parameters, weights, strict=True):
-            total = torch.cat([2 * weight * 3, torch.zeros(-len(weight) % world)])
-            torch.testing.assert_close(shards[parameter], total.view(world, -1)[me], rtol=0, atol=0)
         bucketer.teardown()

@@ -175,10 +175,10 @@ def test_modules_load_states_in_place_and_by_assignment() -> None:
     before = dict(twin.named_parameters())
     twin.load_state_dict(state)
     assert all(before[name] is parameter for name, parameter in twin.named_parameters())
-    assert all(_same(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(_same(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))
     twin.load_state_dict(state, assign=True)
     assert all(
-        p.to_local().data_ptr() == state[name].to_local().data_ptr() and p.requires_grad  # type: ignore[operator]
+        p.to_local().data_ptr() == state[name].to_local().data_ptr() and p.requires_grad
         for name, p in twin.named_parameters()
     )
 

@@ -23,12 +23,6 @@ def everywhere(request: pytest.FixtureRequest) -> AnyWorlds:
     return worlds
 
 
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _mine(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return _of(dist.get_rank(), dtype, *shape)
 
@@ -44,7 +38,7 @@ def _all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def _moving(async_op: bool) -> None:
     """The collectives that only move, against plain maths."""
-    group, rank = _world(), dist.get_rank()
+    group, rank = dist.group.WORLD, dist.get_rank()
     cut, fewer = list(range(1, N + 1)), list(range(N))  # rows that each rank gets from every rank
     for dtype in DTYPES:
         gathered, exchanged = torch.empty(N * 2, 3, dtype=dtype), torch.empty(N * 2, 3, dtype=dtype)
@@ -93,7 +87,7 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _reducing(async_op: bool) -> None:
-    group, rank = _world(), dist.get_rank()
+    group, rank = dist.group.WORLD, dist.get_rank()
     for dtype in (torch.float64, torch.int32, torch.complex64):
         for op, reduce in _REDUCTIONS.items():
             if (op == "avg" and dtype == torch.int32) or (op not in ("sum", "avg") and dtype.is_complex):
@@ -135,7 +129,7 @@ def test_objects() -> None:
 
 
 def _counted() -> None:
-    group, small, large = _world(), torch.ones(2), torch.ones(2 * N)
+    group, small, large = dist.group.WORLD, torch.ones(2), torch.ones(2 * N)
     with count_collectives() as outer:
         comm.all_gather(large, small, group)
         with count_collectives() as inner:

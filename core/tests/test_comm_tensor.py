@@ -76,12 +76,12 @@ PROGRAMS: dict[str, Program] = {
     "reduce_scatter_": Program(
         lambda x: [x.new_zeros(PART)],
         lambda outs, x, wrap: dist.reduce_scatter(outs[0], [wrap(one) for one in _parts(x)], async_op=True),
-        lambda inputs, r: [_parts(sum(inputs))[r]],  # type: ignore[arg-type]
+        lambda inputs, r: [_parts(sum(inputs))[r]],
     ),
     "_reduce_scatter_base_": Program(
         lambda x: [x.new_zeros(PART)],
         lambda outs, x, wrap: reduce_scatter_single(outs[0], wrap(x), async_op=True),
-        lambda inputs, r: [_parts(sum(inputs))[r]],  # type: ignore[arg-type]
+        lambda inputs, r: [_parts(sum(inputs))[r]],
     ),
     "alltoall_": Program(
         lambda x: [x.new_zeros(PART) for _ in range(N)],
@@ -118,11 +118,11 @@ def _simulated() -> list[list[float]]:
     out = CommTensor(_input())
     dist.all_reduce(out, async_op=True)
     used: Any = out + 1
-    return used.tolist()  # type: ignore[no-any-return]
+    return used.tolist()
 
 
 def test_ranks_as_local_tensors() -> None:
-    want = (sum(map(_of, range(N))) + 1).tolist()  # type: ignore[union-attr]
+    want = (sum(map(_of, range(N))) + 1).tolist()
     assert LocalWorlds()(_simulated) == [want] * N
 
 

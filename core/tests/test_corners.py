@@ -58,7 +58,7 @@ def test_functions_whose_outputs_are_not_all_used() -> None:
     for placed in (S(0), R, P):
         for used in (0, 1):
             x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
-            _Two.apply(x)[used].sum().backward()  # type: ignore[no-untyped-call]
+            _Two.apply(x)[used].sum().backward()
             assert x.grad is not None and torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0 + used))
     local = torch.ones(2, requires_grad=True)
     y = DTensor.from_local(local * 1, mesh, [S(0)])
@@ -70,7 +70,7 @@ def _through_a_file(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     file = io.BytesIO()
     torch.save(held, file)
     file.seek(0)
-    return torch.load(file)  # type: ignore[no-any-return]
+    return torch.load(file)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, _through_a_file], ids=["copied", "saved"])

@@ -259,7 +259,6 @@ def test_linear_cross_entropy_in_chunks() -> None:
             _equal(loss, wanted.detach())
             (loss.full_tensor() if whole else loss).pow(2).sum().backward()
             for part, reference in zip(parts, plain, strict=True):
-                assert reference.grad is not None
                 _equal(part.grad, reference.grad)
 
 

@@ -55,7 +55,6 @@ def test_rows_of_any_lengths() -> None:
     table = DTensor.from_local(mine, mesh_of((4,)), [S0], run_check=False, shape=(8, 16), stride=(16, 1))
     doubled = table * 2
     (doubled.full_tensor() * torch.arange(8.0).unsqueeze(1)).sum().backward()
-    assert mine.grad is not None
     assert table.placements == doubled.placements == (ROWS,)
     assert (table.shape, table.stride()) == ((8, 16), (16, 1))
     assert table.to_local().data_ptr() == mine.data_ptr()

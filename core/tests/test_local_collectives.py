@@ -47,7 +47,6 @@ def test_functional_collectives_have_gradients(mesh: DeviceMesh) -> None:
 
     x = (torch.ones(2) * dist.get_rank()).requires_grad_()
     (funcol.all_gather_tensor_autograd(x, 0, mesh["inner"]) * torch.arange(4.0)).sum().backward()
-    assert x.grad is not None
     assert held(x.grad) == [[0.0, 2.0], [4.0, 6.0]] * 2
     scattered = funcol.reduce_scatter_tensor(torch.arange(2.0) + x.detach(), "sum", 0, (mesh, 0))
     assert held(scattered + 0) == [[2.0], [4.0], [4.0], [6.0]]

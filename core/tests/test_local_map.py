@@ -43,7 +43,6 @@ def test_shards_in_and_placements_out() -> None:
     mapped = local_map(multiply, [P], ([S1], [S0], None))
     out = mapped(a, b, 2.0, bias=0.0)
     out.redistribute(placements=[R]).sum().backward()
-    assert a.grad is not None
     moved = local_map(multiply, (P,), ([S1], [S0], None), redistribute_inputs=True)
     again = moved(place(A, S0), place(B, R), 2.0, bias=0.0)
     assert all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1), "plain"
@@ -62,7 +61,6 @@ def test_several_results_and_gradients() -> None:
     w = place(torch.ones(4), R).requires_grad_()
     scaled, text, total = parts(place(A, S0), w)
     total.redistribute(placements=[R]).backward()
-    assert w.grad is not None
     plain = parts(place(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
     assert scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(), "scaled"
     assert text == "text", "text"
@@ -93,7 +91,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "no placements": (lambda a: local_map(_identity)(a), "which is a tensor; expected placements"),
     "distributed result": (lambda a: local_map(_wraps, [S0])(a), "got a DTensor, .* expected a plain tensor"),
     "dim": (lambda a: local_map(_identity, [S0], ([Shard(5)],))(a), r"got Shard\(5\) for a tensor of 2 dims"),
-    "not an op": (lambda a: register_sharding(torch.add), "expected an op overload"),  # type: ignore[arg-type]
+    "not an op": (lambda a: register_sharding(torch.add), "expected an op overload"),
 }
 
 
@@ -178,9 +176,7 @@ def test_rules_are_replaced() -> None:
     x = place(A, S0)
     assert [op(x, s).placements for s in (2.0, 3.0)] == [(S0,), (S0,)]
     dist.barrier()  # ranks may be threads, with one table of rules
-    message = register_sharding(op)(
-        lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])]  # type: ignore[arg-type]
-    )
+    message = register_sharding(op)(lambda x, other: [([S0], [S0])] if other == 2.0 else [([R], [R])])
     try:
         assert callable(message), "a decorator"
         for scale, placement in ((2.0, S0), (3.0, R)):

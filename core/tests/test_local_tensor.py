@@ -97,7 +97,6 @@ def test_autograd_on_uneven_shards(mode: LocalTensorMode, name: str) -> None:
         with mode.as_rank(rank):
             plain = x.shard(rank).requires_grad_()
             GRADIENTS[name](plain).backward()
-            assert plain.grad is not None
             torch.testing.assert_close(x.grad.shard(rank), plain.grad)
 
 
@@ -124,7 +123,6 @@ def test_running_statistics_are_updated_once(fake_world: Callable[[int], None]) 
     twin(torch.arange(12.0).view(4, 3))
     with LocalTensorMode(4):
         norm(torch.arange(12.0).view(4, 3))
-        assert norm.running_mean is not None and twin.running_mean is not None
         assert norm.running_mean.tolist() == twin.running_mean.tolist()
         with pytest.raises(RankDependentError, match="wrote different values to a plain"):
             norm(torch.ones(4, 3) * dist.get_rank())

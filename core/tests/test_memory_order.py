@@ -213,7 +213,6 @@ def test_local_map_and_gradients() -> None:
         moved = result.redistribute(placements=[to])
         local = moved.to_local()
         local.backward(_mine(local.detach() + 1))
-        assert tensor.grad is not None
         assert torch.allclose(tensor.grad.full_tensor(), 2 * (weight * 2 + 1)), (placed, to)
         tensor.grad = None
         local = distribute_tensor(weight, mesh, [placed], src_data_rank=None).to_local().requires_grad_()

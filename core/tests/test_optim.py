@@ -144,7 +144,7 @@ def test_clipping_one_by_one_beside_plain_parameters() -> None:
     torch.testing.assert_close(full(got), expected)
     for one, plainly in zip(those, these, strict=True):
         torch.testing.assert_close(full(one.grad), plainly.grad)
-    those[1].grad.fill_(float("nan"))  # type: ignore[union-attr]
+    those[1].grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(those, 0.3, error_if_nonfinite=True)
 

@@ -156,7 +156,7 @@ def test_linear_layouts(
     torch.manual_seed(0)
     plain = nn.Linear(WIDTH, HIDDEN).to(DEVICE_TYPE)
     parallel = copy.deepcopy(plain)
-    layouts = style(input_layouts=placement, output_layouts=wanted, use_local_output=local)  # type: ignore[call-arg]
+    layouts = style(input_layouts=placement, output_layouts=wanted, use_local_output=local)
     parallelize_module(parallel, mesh, layouts)
     data, weights = torch.randn(4, 4, WIDTH), torch.randn(4, 4, HIDDEN)
     x = data.clone().requires_grad_()
@@ -171,7 +171,7 @@ def test_linear_layouts(
     else:
         torch.testing.assert_close(out.full_tensor(), expected)
         (out.full_tensor() * weights).sum().backward()
-    torch.testing.assert_close(mine.grad, _cut(x.grad, placement))  # type: ignore[arg-type]
+    torch.testing.assert_close(mine.grad, _cut(x.grad, placement))
     assert_same_parameters(parallel, plain)
 
 
@@ -232,7 +232,7 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
     with pytest.raises(MeshError, match="got no device_mesh and no mesh is current"):
         parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
     with pytest.raises(MeshError, match="got str as device_mesh"):
-        parallelize_module(MLP(), "tp", MLP_PLAN)  # type: ignore[arg-type]
+        parallelize_module(MLP(), "tp", MLP_PLAN)
     with mesh:  # the current mesh may be left out
         assert isinstance(parallelize_module(MLP(), parallelize_plan=MLP_PLAN).up.weight, DTensor)
         assert isinstance(parallelize_module(MLP(), PairwiseParallel()).up.weight, DTensor)
@@ -290,7 +290,7 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
         parallelize_module(Tied(), mesh, {"a": colwise})
 
     with pytest.raises(PlacementError, match=r"got input_layouts=.*not in a list"):
-        ColwiseParallel(input_layouts=[Replicate()])  # type: ignore[arg-type]
+        ColwiseParallel(input_layouts=[Replicate()])
     theirs: Any = torch.distributed.tensor
     assert RowwiseParallel(output_layouts=theirs.Shard(0)).output_layouts == (Shard(0),)
 

@@ -296,13 +296,13 @@ def test_prepared_outputs() -> None:
         "output_layouts": R,
         "desired_output_layouts": S0,
     }
-    both = PrepareModuleInputOutput(**layouts, use_local_input=True)  # type: ignore[arg-type]
+    both = PrepareModuleInputOutput(**layouts, use_local_input=True)
     x, y = part.clone().requires_grad_(), whole.clone().requires_grad_()
     out = parallelize_module(nn.Softmax(dim=0), mesh, both)(x)
     _assert_part(out.detach(), mesh, S0, whole.softmax(0))
     out.square().sum().backward()
     y.softmax(0).square().sum().backward()
-    _assert_part(x.grad, mesh, S0, y.grad)  # type: ignore[arg-type]
+    _assert_part(x.grad, mesh, S0, y.grad)
 
 
 def test_layouts_that_do_not_match() -> None:
@@ -316,7 +316,7 @@ def test_layouts_that_do_not_match() -> None:
         with pytest.raises(LayoutsError, match=r"expected the same (number|names)"):
             make()
     with pytest.raises(ValueError, match=r"got input_layouts='R'.*expected one placement"):
-        PrepareModuleInput(input_layouts="R", desired_input_layouts=R)  # type: ignore[arg-type]
+        PrepareModuleInput(input_layouts="R", desired_input_layouts=R)
 
 
 @on_worlds
@@ -353,7 +353,7 @@ def test_conversions() -> None:
     terms = DTensor.from_local(whole, mesh, [Partial()])
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: ours.make_input_replicate_1d([whole], mesh), ArgumentError, "got list as the input"),
-        (lambda: ours.make_output_tensor(whole), ArgumentError, r"got (Local)?Tensor as the output"),  # type: ignore[arg-type]
+        (lambda: ours.make_output_tensor(whole), ArgumentError, r"got (Local)?Tensor as the output"),
         (lambda: ours.make_sharded_output_tensor(terms), ArgumentError, "expected a DTensor that is sharded"),
         (
             lambda: ours.make_input_replicate_1d(whole, two_dims),

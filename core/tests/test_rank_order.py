@@ -52,7 +52,6 @@ def test_every_way_between_placements(order: Any, shape: tuple[int, ...]) -> Non
         for wanted in _placements(mesh, 2):
             assert torch.equal(x.redistribute(placements=wanted).full_tensor(), full), (placed, wanted)
     at = mesh.get_coordinate()
-    assert at is not None
     place = at[0] if mesh.ndim == 1 else at[0] * 2 + at[1]
     for op, reduce in (("sum", torch.sum), ("max", torch.amax), ("product", torch.prod), ("avg", torch.mean)):
         terms = torch.stack([full + i for i in range(4)])
@@ -73,7 +72,6 @@ def test_other_cuts_and_what_ranks_tell_each_other(order: Any) -> None:
         for wanted in (R, Shard(0), Shard(1)):
             assert torch.equal(x.redistribute(placements=[wanted, *more]).full_tensor(), full), (cut, wanted)
     at = mesh.get_coordinate()
-    assert at is not None
     start = sum(counts[: at[0]])
     local = full[start : start + counts[at[0]]]
     x = DTensor.from_local(local, mesh, [Shard(0), *more], shape=full.shape, stride=full.stride())
@@ -142,7 +140,6 @@ def test_collectives_by_mesh_dim(order: Any) -> None:
     """Lists and sources go by the coordinate."""
     mesh = mesh_in(order)
     at = mesh.get_coordinate()
-    assert at is not None
     for dim in range(mesh.ndim):
         size, here = mesh.size(dim), at[dim]
         others = 10 * sum(at[:dim] + at[dim + 1 :])

@@ -187,10 +187,8 @@ def test_a_table_of_shards_is_a_tensor(layout: str) -> None:
     target.copy_(tensor)
     parameter = nn.Parameter(tensor)
     (parameter.full_tensor() * whole).sum().backward()
-    assert parameter.grad is not None
     moved = tensor.detach().requires_grad_()
     (moved.redistribute(placements=[R]) * 3).sum().backward()
-    assert moved.grad is not None
     plain = distribute_tensor(whole, mesh_of((4,)), tensor.placements)
     assert _parts(tensor.to_local()) == _parts(held), "handed back"
     assert tuple(tensor.shape) == (ROWS, WIDTH) and tensor.stride() == (WIDTH, 1), "metadata"

@@ -58,7 +58,7 @@ def _model(kind: str, seed: int = 0) -> nn.Module:
     elif kind == "mixed":
         mesh = mesh_of((4,))
         layouts = [Shard(0), RaggedShard(0, (0, 5, 1, 2)), Replicate(), StridedShard(0, split_factor=2)]
-        for module in (model["block"].norm1, model["norm"]):  # type: ignore[union-attr]
+        for module in (model["block"].norm1, model["norm"]):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 placed = distribute_tensor(parameter.detach(), mesh, [layouts.pop()])
                 module.register_parameter(name, nn.Parameter(placed))
@@ -166,7 +166,7 @@ def test_torchs_functions_get_whole_states(kind: str) -> None:
         if not offload:
             _same(states[0], model.state_dict())
         assert list(states[0]) == list(model.state_dict())
-        assert list(states[1]["state"]) == [name for name, _ in model.named_parameters()]  # type: ignore[arg-type]
+        assert list(states[1]["state"]) == [name for name, _ in model.named_parameters()]
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
@@ -341,7 +341,7 @@ def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
     for broadcast in (True, False):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, {n: v * 2 for n, v in source.items()}, options=options)
-        assert all(torch.equal(p.full_tensor(), source[n] * 2) for n, p in model.named_parameters())  # type: ignore[operator]
+        assert all(torch.equal(p.full_tensor(), source[n] * 2) for n, p in model.named_parameters())
 
 
 # ---- files ----
@@ -356,13 +356,13 @@ def test_files_of_either_class_are_read_by_the_other(tmp_path: Path) -> None:
         ((2, 2), [Replicate(), Shard(0)]),
     ]
     for i, (shape, placements) in enumerate(layouts):
-        ours = distribute_tensor(full, mesh_of(shape), placements)  # type: ignore[arg-type]
+        ours = distribute_tensor(full, mesh_of(shape), placements)
         dcp.save({"x": ours}, checkpoint_id=tmp_path / f"ours{i}")
         dcp.save({"x": to_torch(ours)}, checkpoint_id=tmp_path / f"torchs{i}")
     for i in range(len(layouts)):
         for shape, placements in layouts:
             for kind in ("ours", "torchs"):
-                blank = distribute_tensor(torch.zeros(7, 5), mesh_of(shape), placements)  # type: ignore[arg-type]
+                blank = distribute_tensor(torch.zeros(7, 5), mesh_of(shape), placements)
                 state: dict[str, Any] = {"x": blank if kind == "torchs" else to_torch(blank)}
                 dcp.load(state, checkpoint_id=tmp_path / f"{kind}{i}")
                 assert torch.equal(blank.full_tensor(), full), (i, shape, kind)

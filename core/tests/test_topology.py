@@ -187,7 +187,6 @@ def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
     def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
         topo = MeshTopoInfo.from_topology(content, mesh)
         chain = ChainSearch((64, 64), 4, *ends, topo, joint=True).cheapest()
-        assert chain is not None
         return [(step.mesh_dims, step.us) for step in chain]
 
     assert steps(content) == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
@@ -232,7 +231,6 @@ def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
     ]
     info = MeshTopoInfo.from_topology(content, dp_tp())
     chain = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
-    assert chain is not None
     (step,) = chain
     assert (step.collective, step.nbytes > 0) == (collective, True)
     assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))

@@ -95,7 +95,7 @@ def test_autograd_notices_a_write_on_the_other_side() -> None:
         saved = source * 2
         squared = saved * saved
         with torch.no_grad():
-            (to_torch(saved) if toward_torch else from_torch(saved)).add_(1)  # type: ignore[arg-type]
+            (to_torch(saved) if toward_torch else from_torch(saved)).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             squared.sum().backward()
         result.sum().backward()
@@ -113,7 +113,7 @@ def test_gradients_cross() -> None:
         plain = _values((8, 4)).requires_grad_()
         (plain.square().sin() * plain).sum().backward()
         x.requires_grad_()
-        through: Any = from_torch(to_torch(from_torch(to_torch(x))).square().sin())  # type: ignore[arg-type]
+        through: Any = from_torch(to_torch(from_torch(to_torch(x))).square().sin())
         assert through.requires_grad and isinstance(through, DTensor)
         (through * x).sum().backward()
         assert isinstance(x.grad, DTensor), placements
@@ -201,9 +201,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: to_torch(_spread((8, 2), mesh_of((4,)), [S0])[:2]),
         "expected a tensor with memory of its own",
     ),
-    "plain": (lambda: to_torch(torch.ones(2)), "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),  # type: ignore[arg-type]
+    "plain": (lambda: to_torch(torch.ones(2)), "to_torch got torch.Tensor, expected a dtbench_core.DTensor"),
     "ours": (
-        lambda: from_torch(_rows()),  # type: ignore[arg-type]
+        lambda: from_torch(_rows()),
         "from_torch got .*dtensor.DTensor, expected a torch.distributed.tensor.DTensor",
     ),
     "masked": (_masked, "_MaskPartial.* as a placement, expected"),

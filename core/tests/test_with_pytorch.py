@@ -102,7 +102,7 @@ def _module_run(w: Side, info: Any, inputs: Any, batch: Placement, weights: Plac
     net = info.module_cls(*inputs.constructor_input.args, **inputs.constructor_input.kwargs)
     leaves, tree = tree_flatten((inputs.forward_input.args, inputs.forward_input.kwargs))
     if isinstance(net, nn.modules.lazy.LazyModuleMixin):
-        net(*leaves)  # type: ignore[operator]  # learns its sizes from a plain batch
+        net(*leaves)  # learns its sizes from a plain batch
     net = w.spread(net, weights)
     placed = [
         w.put(leaf.detach(), batch if leaf.ndim else R, leaf.requires_grad)

@@ -30,7 +30,6 @@ def world() -> Iterator[SimpleNamespace]:
 @pytest.mark.parametrize("impl", IMPLS)
 def test_check_accepts_every_impl_and_detects_a_wrong_element(impl: str, world: SimpleNamespace):
     workload = build(impl, 5, 8 * 300, torch.float32, world)
-    assert workload.check is not None
     for _ in range(2):  # the second time with reused buffers
         assert workload.check() is None
     # Changes one element while it is copied.
