@@ -17,7 +17,6 @@ import inspect
 import multiprocessing
 import os
 import pickle
-import re
 import tempfile
 import threading
 import time
@@ -87,19 +86,6 @@ def _with_fixture(fn: Callable[..., None] | None, fixture: str, world_size: int)
     world = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
     vars(test)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), world])
     return test
-
-
-def refuse(
-    run: Callable[..., Any], fn: Callable[..., Any], *args: Any, message: str, error: type = object
-) -> None:
-    """Asserts that `fn(*args)` raises on every rank, this error with a message that matches `message`."""
-    try:
-        run(fn, *args)
-    except RankError as caught:
-        assert re.search(message, str(caught)), caught
-        assert isinstance(caught.__cause__, error) and len(caught.failures) == WORLD_SIZE, caught
-    else:
-        raise AssertionError(f"{fn.__qualname__} raised nothing, expected {message!r}")
 
 
 # --- meshes of ranks -------------------------------------------------------------------------------
@@ -277,8 +263,6 @@ class Worlds:
         except RankError:
             self._worlds.pop(world_size).close()
             raise
-
-    refuse = refuse
 
     def close(self) -> None:
         for world in self._worlds.values():

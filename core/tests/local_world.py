@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes, refuse
+from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, forget_meshes
 from dtbench_core import clear_caches
 from dtbench_core.simulate import LocalTensorMode, ThreadWorld, per_rank
 from dtbench_core.simulate.threads import diverged
@@ -70,8 +70,6 @@ class ThreadWorlds:
         message = "\n".join([why, *(f"rank {r} in {fn.__qualname__}: {line}" for r, line in lines.items())])
         own = {o.rank: lines[o.rank] for o in failed if not o.stopped}
         raise RankError(message.strip(), own) from failed[0].error
-
-    refuse = refuse
 
     def close(self) -> None:
         for world in self._worlds.values():

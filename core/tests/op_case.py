@@ -55,7 +55,7 @@ def flat(parts: list[Any]) -> Any:
     return torch.cat([part.reshape(-1).double() * (i + 1) for i, part in enumerate(parts)])
 
 
-# Ops that this machine cannot run: test_device_rules.py tries their rules on meta tensors.
+# Ops that run on GPUs only: test_ops.py tries their rules on meta tensors.
 _attentions = ("flash", "efficient", "cudnn", "fused")
 DEVICE_ONLY = {
     op.default

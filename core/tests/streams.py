@@ -1,8 +1,9 @@
-"""A GPU's streams without a GPU: ops run on the CPU, and it is recorded on which stream each would have run.
+"""Records on which CUDA stream each op would run, while ops run on the CPU.
 
-Fails where memory is used on two streams with no event between them. Collectives are NCCL's: one that is not waited
-for runs on a stream of its group, behind what the current stream holds; its Work's `wait()` orders the current stream
-behind it and lets go of the tensors, which it kept until then; one that waits runs on the current stream.
+Raises RaceError if two streams use memory without an event between them. Collectives behave as with NCCL. An
+asynchronous one runs on a stream of its process group, after the work of the current stream. `Work.wait()` makes the
+current stream wait for it and releases the tensors, which the Work keeps alive until then. A synchronous one runs on
+the current stream.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from dtbench_core.bucketer import bucket
 from dtbench_core.bucketer import streams as bucket_streams
 
 MAIN = "main"
-# What a stream is ordered behind: of each stream so many of its steps.
+# Stream -> the number of its steps that are known to be finished.
 Clock = dict[str, int]
 
 
 class RaceError(AssertionError):
-    """Memory is used on two streams at once."""
+    """Two streams use memory at the same time."""
 
 
 @dataclass
 class _Memory:
-    """One storage.
+    """The uses of one storage.
 
     Attributes:
-        home: the stream it was allocated on, which the allocator gives it to again.
-        written, read: the last uses, as (stream, step, op).
-        recorded: the streams of `record_stream`, whose work the allocator waits for, too.
+        home: the stream of its allocation, on which the allocator reuses the memory.
+        written: the last write, as (stream, step, op).
+        read: the reads since then.
+        recorded: the streams passed to `record_stream`; the allocator waits for their work, too.
     """
 
     alive: StorageWeakRef
@@ -51,7 +53,12 @@ class _Memory:
 
 
 class _Work(Work):
-    """NCCL's handle. event: None until its kernel is launched. aborted: the watchdog's reason to end it."""
+    """The handle of a collective.
+
+    Attributes:
+        event: None until the kernel is launched.
+        aborted: the message of the watchdog that aborted it.
+    """
 
     def __init__(self, streams: Streams, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -63,7 +70,7 @@ class _Work(Work):
         self._streams.log.append("wait")
         if self.aborted:
             raise RuntimeError(self.aborted)
-        if self.event is None:  # NCCL returns at once, with nothing written
+        if self.event is None:  # NCCL would return immediately, with nothing written
             raise RaceError("a collective is waited for in an NCCL group that has not ended")
         self._streams.wait_for(self.event)
         self._kept = []
@@ -75,7 +82,7 @@ class _Work(Work):
 
 @dataclass(frozen=True)
 class _Event:
-    """As torch.cuda's. captured: it is a CUDA graph's, and unknown outside."""
+    """An event with the methods of torch.cuda.Event. `captured`: it belongs to a CUDA graph and is unknown outside."""
 
     streams: Streams
     clock: Clock
@@ -88,7 +95,7 @@ class _Event:
 
 @dataclass(frozen=True)
 class _Stream:
-    """As torch.cuda's, as far as the core uses it."""
+    """A stream with the methods of torch.cuda.Stream that the core uses."""
 
     streams: Streams
     name: str
@@ -102,13 +109,13 @@ class _Stream:
 
 
 class Streams(TorchDispatchMode):
-    """While entered, `on(name)` switches streams, `event()` and `wait_for` order them.
+    """Records streams while entered: `on(name)` switches streams, `event()` and `wait_for` order them.
 
     Attributes:
-        completed: the answer of each Work and event.
+        completed: whether each Work and event reports that it is finished.
         capturing: whether a CUDA graph is being captured.
-        captured_streams: those that take part in the capture; all if empty.
-        log: the ops that ran, as "stream: op".
+        captured_streams: the streams that take part in the capture; all if empty.
+        log: the executed ops, as "stream: op".
     """
 
     def __init__(self) -> None:
@@ -136,7 +143,7 @@ class Streams(TorchDispatchMode):
 
     @contextmanager
     def nccl_group(self) -> Iterator[None]:
-        """ncclGroupStart and End: what is issued in between is launched at its end."""
+        """Collectives between ncclGroupStart and ncclGroupEnd, which are launched at the end."""
         self._queued = []
         yield
         queued, self._queued = self._queued, None
@@ -144,9 +151,9 @@ class Streams(TorchDispatchMode):
             launch()
 
     def event(self, stream: str | None = None) -> Clock:
-        """Behind all that the stream, or the current one, holds."""
-        of = self.current if stream is None else stream
-        return {**self._clock(of), of: next(self._steps)}
+        """Returns an event after all work of the stream, by default of the current one."""
+        name = self.current if stream is None else stream
+        return {**self._clock(name), name: next(self._steps)}
 
     def wait_for(self, event: Clock, stream: str | None = None) -> None:
         clock = self._clock(self.current if stream is None else stream)
@@ -154,18 +161,18 @@ class Streams(TorchDispatchMode):
             clock[other] = max(clock.get(other, 0), step)
 
     def host_sees(self, event: Clock) -> bool:
-        """Whether the event is over; if so, what is enqueued from here on is behind it, on any stream."""
+        """Returns whether the event is finished; if so, later work on any stream comes after it."""
         assert not self.capturing, "an event is queried while its stream is captured"
         for stream in [*self._seen, self.current] if self.completed else ():
             self.wait_for(event, stream)
         return self.completed
 
     def is_capturing(self, stream: _Stream) -> bool:
-        """Whether the stream takes part in the capture of a CUDA graph."""
+        """Returns whether the stream takes part in the capture of a CUDA graph."""
         return self.capturing and stream.name in (self.captured_streams or {stream.name})
 
     def record_stream(self, tensor: torch.Tensor, stream: _Stream) -> None:
-        """As Tensor.record_stream."""
+        """Replaces Tensor.record_stream."""
         self._of(tensor).recorded.add(stream.name)
 
     # ---- recording ----
@@ -251,10 +258,10 @@ class Streams(TorchDispatchMode):
         self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current, use)
 
     def _freed(self) -> None:
-        """What is gone may be overwritten by the next op on its home stream."""
+        """Checks freed storages: the next op on their home stream may overwrite the memory."""
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
             memory = self._memory.pop(key)
-            # The allocator waits for all that the recorded streams hold by now.
+            # The allocator waits for all present work of the recorded streams.
             waited_for = [self._clock(stream) | {stream: next(self._steps)} for stream in memory.recorded]
             for stream, step, op in (memory.written, *memory.read):
                 if all(clock.get(stream, 0) < step for clock in waited_for):
@@ -265,7 +272,7 @@ class Streams(TorchDispatchMode):
 
 
 def _uses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an op reads, and those that it writes."""
+    """Returns (tensors that an op reads, tensors that it writes)."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     returns = func._schema.returns
@@ -274,7 +281,7 @@ def _uses(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[t
     arguments = func._schema.arguments
     for position, argument in enumerate(arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        # c10d's schemas do not say what is written: it is their first argument.
+        # The schemas of c10d do not mark outputs: they are the first argument.
         written = argument.alias_info is not None and argument.alias_info.is_write
         written |= func.namespace == "c10d" and position == 0
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -294,7 +301,7 @@ def _is_new(leaf: Any, args: Any) -> bool:
 
 @contextmanager
 def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
-    """A recorder that the core takes for a GPU. functional: the core's functional collectives, as under any mode."""
+    """Makes the core use a recorder as if it were a GPU. `functional`: with functional collectives, as in any mode."""
     streams = Streams()
     active: Callable[[], int] = comm.dispatch_modes_active
     with pytest.MonkeyPatch.context() as patch:

@@ -203,19 +203,19 @@ def test_failing_callback_does_not_stop_the_others() -> None:
 # --- one process, fake group: memory, errors -------------------------------------------------------
 
 
+@pytest.mark.parametrize("numel", (8 * 40, 8 * 4001))
 @pytest.mark.parametrize("hold", [False, True])
 def test_memory_stays_below_two_buckets(
-    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, hold: bool
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, hold: bool, numel: int
 ) -> None:
     monkeypatch.setattr(comm, "reduce_scatter", lambda *_, async_op: Work([], ""))  # as slow as can be
-    for numel in (8 * 40, 8 * 4001):
-        bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
-        for _ in range(2 * (3 * MIB // (numel * 4))):  # 6 buckets and a bit
-            bucketer.reduce_scatter_async(torch.ones(numel), group, lambda _: None)
-        bucketer.flush()
-        assert MIB / 2 < bucketer.counters.peak_bytes <= 2 * MIB
-        bucketer.teardown()
-        assert bucketer.counters.held_bytes == 0
+    bucketer = ReduceScatterBucketer(1, hold_inputs=hold)
+    for _ in range(2 * (3 * MIB // (numel * 4))):  # 6 buckets and a bit
+        bucketer.reduce_scatter_async(torch.ones(numel), group, lambda _: None)
+    bucketer.flush()
+    assert MIB / 2 < bucketer.counters.peak_bytes <= 2 * MIB
+    bucketer.teardown()
+    assert bucketer.counters.held_bytes == 0
 
 
 # --- overlap ---------------------------------------------------------------------------------------
@@ -311,53 +311,51 @@ def test_reductions() -> None:
         same(mine, own_inputs[me].to(dtype))  # as it was handed over
 
 
+@pytest.mark.parametrize(("cap", "hold"), ((25, False), (25, True), (0, False)))
 @on_worlds
-def test_dtensors_tensors_and_lists() -> None:
+def test_dtensors_tensors_and_lists(cap: float, hold: bool) -> None:
     """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
     mesh = mesh_of((2, WORLD_SIZE // 2), ("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     whole = torch.arange(8.0 * 6).reshape(8, 6)
-    for cap, hold in ((25, False), (25, True), (0, False)):
-        bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, check_ranks="always")
-        got: dict[str, Tensor] = {}
-        placed = [
-            ((Partial(), Shard(0)), dp),
-            ((Partial(), Shard(1)), dp),
-            ((Partial(), Replicate()), dp),
-            ((Shard(0), Partial()), tp),
-        ]
-        for placements, over in placed:
-            gradient = distribute_tensor(
-                whole, mesh, [p if p.is_shard() else Replicate() for p in placements]
-            )
-            gradient = DTensor.from_local(gradient.to_local(), mesh, placements)  # terms that are all alike
-            bucketer.reduce_scatter_async(gradient, over, partial(got.__setitem__, str(placements)))
-        # A mesh without the group: the local part is reduced as it is.
-        other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
-        bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
-        bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
-        part = other.to_local()
-        bucketer.reduce_scatter_async([part, part], dp, partial(got.__setitem__, "plain list"))
-        bucketer.reduce_scatter_async(part.flatten(), dp, partial(got.__setitem__, "plain"))
-        bucketer.flush()
-        same(got["plain list"], 2 * part)
-        same(got["plain"], got["part"].flatten())
-        for placements, _ in placed:
-            result = got[str(placements)]
-            assert isinstance(result, DTensor) and not result._spec.has_partial()
-            same(result.full_tensor(), 2 * whole)
-        listed = got["list"]
-        assert isinstance(listed, DTensor) and listed.placements == other.placements
-        same(listed.full_tensor(), 2 * whole)
-        assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
-        for placements, over, message in (
-            ((Replicate(), Shard(0)), dp, "expected Partial there"),
-            ((Partial(), Partial()), dp, "Partial at most on the group's mesh dim"),
-            ((Partial(), Partial()), dist.group.WORLD, "Partial at most"),
-        ):
-            with pytest.raises(BucketError, match=message):
-                bucketer.reduce_scatter_async(DTensor.from_local(whole, mesh, placements), over)
-        bucketer.teardown()
+    bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, check_ranks="always")
+    got: dict[str, Tensor] = {}
+    placed = [
+        ((Partial(), Shard(0)), dp),
+        ((Partial(), Shard(1)), dp),
+        ((Partial(), Replicate()), dp),
+        ((Shard(0), Partial()), tp),
+    ]
+    for placements, over in placed:
+        gradient = distribute_tensor(whole, mesh, [p if p.is_shard() else Replicate() for p in placements])
+        gradient = DTensor.from_local(gradient.to_local(), mesh, placements)  # terms that are all alike
+        bucketer.reduce_scatter_async(gradient, over, partial(got.__setitem__, str(placements)))
+    # A mesh without the group: the local part is reduced as it is.
+    other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
+    bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
+    bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
+    part = other.to_local()
+    bucketer.reduce_scatter_async([part, part], dp, partial(got.__setitem__, "plain list"))
+    bucketer.reduce_scatter_async(part.flatten(), dp, partial(got.__setitem__, "plain"))
+    bucketer.flush()
+    same(got["plain list"], 2 * part)
+    same(got["plain"], got["part"].flatten())
+    for placements, _ in placed:
+        result = got[str(placements)]
+        assert isinstance(result, DTensor) and not result._spec.has_partial()
+        same(result.full_tensor(), 2 * whole)
+    listed = got["list"]
+    assert isinstance(listed, DTensor) and listed.placements == other.placements
+    same(listed.full_tensor(), 2 * whole)
+    assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
+    for placements, over, message in (
+        ((Replicate(), Shard(0)), dp, "expected Partial there"),
+        ((Partial(), Partial()), dp, "summed over all mesh dims but the group's"),
+        ((Partial(), Partial()), dist.group.WORLD, "summed over all mesh dims"),
+    ):
+        with pytest.raises(BucketError, match=message):
+            bucketer.reduce_scatter_async(DTensor.from_local(whole, mesh, placements), over)
+    bucketer.teardown()
 
 
 @pytest.mark.parametrize("cap", [25, 24 / MIB, 0])
@@ -395,7 +393,7 @@ def test_ranks_with_different_inputs_are_reported() -> None:
         ([[4], [6]], [[6], [4]], r"rank 0: flush, 2 inputs, .*on \[\[4\], \[6\]\]; rank 1: .*\[\[6\], \[4\]"),
         ([[4], [6]], [[4]], r"rank 0: .* from input 1 on \[\[6\]\]; rank 1: .* 1 inputs, .*on \[\]"),
         ([[2, 3]], [[3, 2]], r"rank 0: .*\[\[2, 3\]\]; rank 1: .*\[\[3, 2\]\]"),
-        ([[11]], [[4]], "rank 0: a single input, .*; rank 1: flush"),
+        ([[11]], [[4]], "rank 0: an input for itself, .*; rank 1: flush"),
         ([[8], [8]], [[8]], "rank 0: a full bucket, 1 inputs.*; rank 1: flush, 1 inputs"),
     ]
     for *shapes, message in cases:
@@ -512,12 +510,12 @@ def test_invalid_inputs_are_refused(group: dist.ProcessGroup) -> None:
         for use, inputs, message in [
             (holding, torch.ones(8).to_sparse(), "expected dense tensors"),
             (averaging, torch.ones(8, dtype=torch.int64), "expected a floating or complex dtype"),
-            (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex reduce_dtype"),
+            (to_real, torch.ones(8, dtype=torch.complex64), "expected a complex dtype"),
             (bucketer, torch.ones(9), r"expected a dim 0 that group.size\(\) \(8\) divides"),
             (bucketer, torch.tensor(1.0), "expected a dim 0"),
             (bucketer, torch.ones(8).to_sparse(), "expected dense tensors"),
             (bucketer, [1.0] * 8, "got float as an input"),
-            (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* and input 0"),
+            (bucketer, [small] * 7 + [torch.ones(5)], r"got input 7 of float32\[5\] .* beside input 0"),
             (bucketer, [small] * 7 + [small.double()], r"got input 7 of float64\[4\]"),
             (bucketer, [large] * 7 + [large[:-1]], r"got input 7 of"),
             (

@@ -1,4 +1,4 @@
-"""CommTensor: who waits for a collective and when, in eager mode and in graphs that make_fx traces."""
+"""CommTensor waits for a collective at the first use of its result, in eager mode and in graphs traced by make_fx."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from core.tests.gloo_world import WORLD_SIZE, RankError, Worlds, on_gloo_ranks
+from core.tests.gloo_world import WORLD_SIZE, on_gloo_ranks
 from core.tests.local_world import LocalWorlds
 from core.tests.on_device import torch
 from core.tests.torch_version import BEFORE_213
@@ -24,7 +24,7 @@ PART = 8 // N  # elements of an input for each rank
 
 
 def _input(scale: float = 1.0) -> torch.Tensor:
-    """(8,) other numbers on every rank."""
+    """Returns (8,) values that differ between ranks."""
     return rank_map(lambda rank: _of(rank, scale))
 
 
@@ -40,8 +40,13 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 class Program(NamedTuple):
-    """make: what a collective writes, of an input (8,). run: issues it, where `wrap` says whether its first use waits.
-    expected: what rank r gets, from every rank's input."""
+    """A collective on an input of shape (8,).
+
+    Attributes:
+        make: returns the output tensors.
+        run: issues the collective; `wrap` is CommTensor, or a function that waits immediately.
+        expected: (inputs of all ranks, rank r) -> the outputs on rank r.
+    """
 
     make: Callable[[torch.Tensor], list[torch.Tensor]]
     run: Callable[[list[Any], torch.Tensor, Wrap], object]
@@ -114,20 +119,18 @@ def test_eager_waits_at_first_use(name: str) -> None:
     assert all(out.tolist() == (w / 2).tolist() for out, w in zip(outs, want, strict=True)), "still there"
 
 
-def _simulated() -> list[list[float]]:
+def _reduced_plus_1() -> list[list[float]]:
     out = CommTensor(_input())
     dist.all_reduce(out, async_op=True)
-    used: Any = out + 1
-    return used.tolist()
+    return (out + 1).tolist()
 
 
 def test_ranks_as_local_tensors() -> None:
-    want = (sum(map(_of, range(N))) + 1).tolist()
-    assert LocalWorlds()(_simulated) == [want] * N
+    assert LocalWorlds()(_reduced_plus_1) == [(sum(map(_of, range(N))) + 1).tolist()] * N
 
 
 @on_gloo_ranks
-def test_who_waits() -> None:
+def test_first_uses_that_wait() -> None:
     rank, total = float(dist.get_rank()), float(sum(range(N)))
     base = CommTensor(torch.full((4, 2), rank))
     view: Any = base.view(8)[2:6]
@@ -171,6 +174,16 @@ def test_who_waits() -> None:
     assert (swapped + 0).tolist() == [10.0 * r + rank for r in range(N)], "others than the eight"
 
 
+def _plain_output() -> None:
+    dist.all_gather([torch.zeros(2) for _ in range(N)], CommTensor(torch.ones(2)), async_op=True)
+
+
+def _reduce_to_one_rank(x: torch.Tensor) -> torch.Tensor:
+    out = CommTensor(x)
+    dist.reduce(out, dst=0, async_op=True)
+    return out + 0
+
+
 def _plain_input() -> None:
     outs = [CommTensor(torch.zeros(2)) for _ in range(N)]
     work = dist.all_gather(outs, torch.ones(2), async_op=True)
@@ -180,10 +193,32 @@ def _plain_input() -> None:
         work.wait()
 
 
-def test_a_collective_that_passes_by_is_told(gloo_ranks: Worlds) -> None:
-    with pytest.raises(RankError, match="wrap the input too") as caught:
-        gloo_ranks(_plain_input)
-    assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N
+OUTPUTS = (
+    "Type of output tensors from collective communication during tracing should always be CommTensor instead of "
+    "torch.Tensor"
+)
+REFUSED: dict[str, tuple[Callable[[], object], type, str]] = {
+    "plain input": (_plain_input, ArgumentError, "wrap the input too"),
+    "plain output": (_plain_output, RuntimeError, OUTPUTS),
+    "plain output, traced": (
+        lambda: make_fx(lambda _: _plain_output())(torch.ones(2)),
+        RuntimeError,
+        OUTPUTS,
+    ),
+    "untraceable collective": (
+        lambda: make_fx(_reduce_to_one_rank)(torch.ones(2)),
+        ArgumentError,
+        "expected one of _allgather_base_, _reduce_scatter_base_",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@on_gloo_ranks
+def test_collectives_that_cannot_be_waited_for_are_refused(name: str) -> None:
+    call, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_gradients_pass_through() -> None:
@@ -192,30 +227,6 @@ def test_gradients_pass_through() -> None:
     (wrapped * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 2.0, 3.0]
     assert not CommTensor(x.detach()).requires_grad
-
-
-def _plain_output() -> None:
-    dist.all_gather([torch.zeros(2) for _ in range(N)], CommTensor(torch.ones(2)), async_op=True)
-
-
-def _plain_output_traced() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        outs = [torch.zeros_like(x) for _ in range(N)]
-        dist.all_gather(outs, CommTensor(x), async_op=True)
-        return outs[0]
-
-    make_fx(program)(torch.ones(2))
-
-
-@pytest.mark.parametrize("program", [_plain_output, _plain_output_traced])
-def test_outputs_must_be_wrapped(gloo_ranks: Worlds, program: Any) -> None:
-    text = (
-        "Type of output tensors from collective communication during tracing should always be CommTensor instead of "
-        "torch.Tensor"
-    )
-    with pytest.raises(RankError, match=text) as caught:
-        gloo_ranks(program)
-    assert isinstance(caught.value.__cause__, RuntimeError) and len(caught.value.failures) == N
 
 
 # ---- traced ----
@@ -238,7 +249,7 @@ def _nodes(graph: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ON_GLOO)
 @on_gloo_ranks
-def test_a_traced_graph_runs_with_fresh_inputs(name: str) -> None:
+def test_traced_graph_runs_with_new_inputs(name: str) -> None:
     def program(x: torch.Tensor) -> Any:
         outs = PROGRAMS[name](x, CommTensor)
         meanwhile = x + 5
@@ -302,7 +313,7 @@ def _overwritten(x: torch.Tensor) -> Any:
 
 
 @on_gloo_ranks
-def test_graphs() -> None:
+def test_graphs_of_several_collectives() -> None:
     programs = (_consecutive, _of_a_view, _returned, _alone, _never_read, _overwritten)
     consecutive, of_a_view, returned, alone, never_read, overwritten = (
         make_fx(program)(_input()) for program in programs
@@ -324,18 +335,3 @@ def test_graphs() -> None:
         assert all(map(torch.equal, gathered, inputs)) and not emptied.any()
         never_read(x)
         assert torch.equal(x, total)
-
-
-def _gather_traced() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        out = CommTensor(x)
-        dist.reduce(out, dst=0, async_op=True)
-        return out + 0
-
-    make_fx(program)(torch.ones(2))
-
-
-def test_other_collectives_are_not_traced(gloo_ranks: Worlds) -> None:
-    with pytest.raises(RankError, match="expected one of _allgather_base_, _reduce_scatter_base_") as caught:
-        gloo_ranks(_gather_traced)
-    assert isinstance(caught.value.__cause__, ArgumentError) and len(caught.value.failures) == N

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -19,12 +21,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.tests.priced import CHANGES, SHAPE, P, R, dp_tp, spec
 from dtbench_core.cost import mesh_topology
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.mesh_topology import MeshTopoInfo
 from dtbench_core.cost.redistribution import (
     ChainSearch,
+    allreduce_cost,
     local_gib,
     one_step_redistribute_cost,
     redistribute_cost,
@@ -32,8 +34,64 @@ from dtbench_core.cost.redistribution import (
     transition_cost,
 )
 from dtbench_core.cost.ring import GIB
+from dtbench_core.cost.topology import SENDING, TopologyError, read_curve
 from dtbench_core.layout.placement import Partial, Placement, Replicate, Shard
 from dtbench_core.layout.spec import DTensorSpec
+from dtbench_core.redistribute import routes
+from dtbench_core.runtime import clear_caches
+
+# 512 KiB: large enough that an exchange beats gathering everything, too small for a detour to pay.
+SHAPE = (128, 64, 16)
+R, P = Replicate(), Partial()
+CHANGES = [*SENDING, "R->S(0)", "R->S(1)"]
+
+
+def dp_tp() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+
+def spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> DTensorSpec:
+    return DTensorSpec.of(mesh, placements, SHAPE, torch.empty(SHAPE).stride(), dtype)
+
+
+def topology(**changes: Any) -> dict[str, Any]:
+    """A valid topology of dp=2, tp=4; `dp__ranks=3` changes a field of a dim, `schema=1` one of the file."""
+    dims = {
+        "dp": {"name": "dp", "ranks": 2, "bandwidth_GiBps": 0.5, "latency_us_per_hop": 40},
+        "tp": {"name": "tp", "ranks": 4, "bandwidth_GiBps": 2.0, "latency_us_per_hop": 10.0},
+    }
+    fields: dict[str, Any] = {
+        "kind": "topology",
+        "schema": 1,
+        "device_type": "cpu",
+        "base_latency_us": 6.6,
+        "dims": list(dims.values()),
+    }
+    for key, value in changes.items():
+        dim, _, field = key.partition("__")
+        if field:
+            dims[dim][field] = value
+        else:
+            fields[key] = value
+    return fields
+
+
+def table(*rows: tuple[int, float]) -> dict[str, Any]:
+    """A curve as a topology file holds it."""
+    return {"table": [{"size_bytes": size, "time_us": us} for size, us in rows]}
+
+
+def measured(**changed: Any) -> dict[str, Any]:
+    """The topology with every change of placement measured on both mesh dims: 100 us at any size, except
+    as `changed` says: `tp_SR=table(...)`."""
+    priced = topology()
+    short = {name.replace("(", "").replace(")", "").replace("->", ""): name for name in CHANGES}
+    for dim in priced["dims"]:
+        own = {}
+        for key, name in short.items():
+            own[name] = changed.get(f"{dim['name']}_{key}", table((1024, 100.0), (2**30, 100.0)))
+        dim["transitions"] = {"core": own, "torch": {}}
+    return priced
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +278,221 @@ def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
     assert price(topo, shape, src, dst, copy_us=copy_us, joint=True) <= least + 1e-9
 
 
-def test_bytes_of_a_spec() -> None:
-    for dtype in (torch.float64, torch.bfloat16, torch.bool):
-        expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
-        assert spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected
+@pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.bool))
+def test_bytes_of_a_spec(dtype: Any) -> None:
+    expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
+    assert spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected
+
+
+# ---- topology files ----
+
+
+# --- measured constants ----------------------------------------------------------------------------
+
+
+def test_topology_by_name_and_size(tmp_path: Path) -> None:
+    mesh = dp_tp()
+    path = tmp_path / "topology.json"
+    path.write_text(json.dumps(topology()))
+    info = MeshTopoInfo.from_topology(path, mesh)
+    assert info == MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
+    swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
+    assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
+    assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
+    # Dims of one rank need no measurement.
+    single = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
+    info = MeshTopoInfo.from_topology(topology(), single)
+    assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
+    assert allreduce_cost(1.0, info, 0) == 6.6
+
+
+def test_topology_prices_redistributions_until_undone() -> None:
+    mesh = dp_tp()
+    pair = spec(mesh, R, Shard(0)), spec(mesh, R, R)
+    builtin = redistribute_cost(*pair)
+    gib = math.prod(SHAPE) * 4 / GIB
+    with mesh_topology.use_topology(topology()):
+        assert mesh_topology._topology is not None
+        assert redistribute_cost(*pair) == pytest.approx(6.6 + 30 + gib * 0.75 / 2.0 * 1e6)
+        inner = mesh_topology.use_topology(topology(tp__latency_us_per_hop=100.0, base_latency_us=0))
+        assert redistribute_cost(*pair) == pytest.approx(300 + gib * 0.75 / 2.0 * 1e6)
+        inner.restore()
+        inner.restore()
+        assert mesh_topology.topology_of(mesh).mesh_dim_latency == (40.0, 10.0)
+    assert mesh_topology._topology is None
+    assert redistribute_cost(*pair) == builtin
+
+
+def test_mesh_outside_the_topology_falls_back_with_one_warning() -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    mesh_topology.use_topology(topology())
+    with pytest.warns(UserWarning, match="holds dp=2, tp=4, not the mesh dim world=8.*built-in constants"):
+        assert mesh_topology.topology_of(mesh) is MeshTopoInfo.build_from_mesh(mesh)
+    mesh_topology.topology_of(mesh)  # warnings are errors here: a second one would raise
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (topology(kind="run"), "got kind 'run', expected 'topology'"),
+        (topology(schema=2), "got schema 2, expected 1.*calibrate again"),
+        (topology(dims=[]), r"got dims \[\], expected a list of mesh dims"),
+        (topology(base_latency_us=-1), "base_latency_us: got -1, expected a finite number at least 0"),
+        (topology(dp__name="tp"), "expected each name once"),
+        (topology(tp__ranks=0), r"dims\[1\]\.ranks: got 0, expected a count of at least 1"),
+        (topology(tp__bandwidth_GiBps=0), "bandwidth_GiBps: got 0, expected a finite number above 0"),
+        (topology(dp__latency_us_per_hop="3"), r"dims\[0\]\.latency_us_per_hop: got '3'"),
+        (topology(device_type="cuda"), "measured on 'cuda', but the mesh is on 'cpu'"),
+        (topology(tp__ranks=8), "holds dp=2, tp=8, not the mesh dim tp=4"),
+        (measured(tp_PR={"table": []}), "got no table of sizes"),
+        (measured(tp_PR=table((1024, 3.0), (2048, 2.0))), "out of order"),
+        (
+            measured(tp_PR=table((1024, -3.0))),
+            r"table\[0\]\.time_us: got -3.0, expected a finite number above 0",
+        ),
+        (measured(tp_PR={"table": [7]}), r"table\[0\]\.size_bytes: got None"),
+    ],
+)
+def test_bad_topology_is_refused(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        MeshTopoInfo.from_topology(content, dp_tp())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"[1]", "got kind 'list'"),
+        (None, "cannot read the topology .*No such file"),
+    ],
+)
+def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, message: str) -> None:
+    path = tmp_path / "topology.json"
+    if text is not None:
+        path.write_bytes(text)
+    before = mesh_topology.use_topology(topology())
+    with pytest.raises(TopologyError, match=message):
+        mesh_topology.use_topology(path)
+    assert mesh_topology._topology is not None
+    before.restore()
+
+
+# --- measured curves -------------------------------------------------------------------------------
+
+
+def test_a_curve_between_and_beyond_its_sizes() -> None:
+    curve = read_curve(table((1000, 10.0), (4000, 40.0), (5000, 45.0), (17000, 57.0)), "here")
+    assert [curve.us(size) for size in (1000, 4000, 5000, 17000)] == [10.0, 40.0, 45.0, 57.0]
+    assert (curve.us(2500), curve.us(4800), curve.us(11000)) == pytest.approx((25.0, 44.0, 51.0))
+    # On with what a factor of four before the end needed per byte: 17 us for 13000 bytes.
+    assert curve.us(17000 + 13000) == pytest.approx(57 + 17)
+    assert (curve.us(500), curve.us(0)) == pytest.approx((5.0, 0.0)), "10 us per 1000 bytes at the start"
+    flat = read_curve(table((1000, 10.0), (4000, 11.5), (8000, 11.5)), "here")
+    assert flat.us(0) == pytest.approx(9.5)
+    assert flat.us(16000) == pytest.approx(11.5 + 8000 * 1.5 / 7000), "over what was slower than before"
+    steep = read_curve(table((1000, 1.0), (4000, 400.0)), "here")
+    assert steep.us(8000) == pytest.approx(800.0), "never more than its share of the largest"
+    assert steep.us(500) == pytest.approx(0.5), "and never less than its share of the smallest"
+    alone = read_curve(table((1024, 10.0)), "here")
+    assert (alone.us(512), alone.us(1024), alone.us(3072)) == (10.0, 10.0, 30.0)
+
+
+def test_measured_changes_price_a_redistribution() -> None:
+    mesh = dp_tp()
+    whole = math.prod(SHAPE) * 4
+    gather = table((1024, 5.0), (whole, 70.0), (2**30, 900.0))
+    with mesh_topology.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
+        priced = redistribute_cost
+        assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
+        half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
+        assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
+        assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
+        # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
+        assert priced(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(170.0)
+        one = one_step_redistribute_cost
+        assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
+
+
+def test_the_planner_goes_the_measured_way() -> None:
+    """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    src, dst = spec(mesh, R, P), (R, Shard(0))
+    clear_caches()
+    assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
+    slow = table((1024, 900.0), (2**30, 900.0))
+    cheap = table((1024, 1.0), (2**30, 1.0))
+    with mesh_topology.use_topology(measured(tp_PS0=slow, tp_PS1=slow, tp_RS0=cheap)):
+        assert [step.collective for step in routes.cheapest_route(src, dst)] == ["all_reduce", ""]
+    assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
+
+
+def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
+    mesh = dp_tp()
+    content = measured()
+    ends = (Shard(0), Shard(0)), (R, R)
+
+    def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
+        topo = MeshTopoInfo.from_topology(content, mesh)
+        chain = ChainSearch((64, 64), 4, *ends, topo, joint=True).cheapest()
+        return [(step.mesh_dims, step.us) for step in chain]
+
+    assert steps(content) == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
+    both = {"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1.0, "latency_us_per_hop": 1.0}
+    curves = {name: table((1024, 30.0), (2**30, 30.0)) for name in CHANGES}
+    content["dims"].append({**both, "transitions": {"core": curves}})
+    assert steps(content) == [((0, 1), 30.0)]
+
+
+MEASURED = {
+    # The time of a message is its latency and a slope of its own, so that no other size has this price.
+    "all_gather": table((2**10, 300.0), (2**30, 90_000.0)),
+    "all_reduce": table((2**10, 50.0), (2**30, 160_000.0)),
+    "reduce_scatter": table((2**10, 20.0), (2**30, 70_000.0)),
+    "all_to_all": table((2**10, 11.0), (2**30, 40_000.0)),
+}
+
+
+@pytest.mark.parametrize("dims", [("dp",), ("tp",), ("tp+dp",)])
+@pytest.mark.parametrize(
+    ("src", "dst", "collective"),
+    [
+        (Shard(0), R, "all_gather"),
+        (Shard(1), R, "all_gather"),
+        (P, R, "all_reduce"),
+        (P, Shard(0), "reduce_scatter"),
+        (P, Shard(1), "reduce_scatter"),
+        (Shard(0), Shard(1), "all_to_all"),
+        (Shard(1), Shard(0), "all_to_all"),
+    ],
+)
+def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
+    dims: tuple[str], src: Any, dst: Any, collective: str
+) -> None:
+    """nccl-tests and comm.py count the same bytes of every collective."""
+    content = topology()
+    content["dims"].append({"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1, "latency_us_per_hop": 1})
+    for dim in content["dims"]:
+        dim["collectives"] = MEASURED if dim["name"] in dims else dict.fromkeys(MEASURED, table((1024, 1e9)))
+    ends = [
+        tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
+    ]
+    info = MeshTopoInfo.from_topology(content, dp_tp())
+    chain = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
+    (step,) = chain
+    assert (step.collective, step.nbytes > 0) == (collective, True)
+    assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))
+
+
+def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
+    mesh = dp_tp()
+    content = topology()
+    content["dims"][1]["collectives"] = dict(MEASURED)
+    info = MeshTopoInfo.from_topology(content, mesh)
+    assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
+    slow = MEASURED | {"all_to_all": table((2**10, 9e6), (2**30, 9e6))}
+    content["dims"][1]["collectives"] = slow
+    info = MeshTopoInfo.from_topology(content, mesh)
+    gathered = transition_cost(Shard(0), R, 1e-3, info, 1)
+    assert transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == gathered, "cheaper, and the cut is free"
+    del content["dims"][1]["collectives"]["all_to_all"]
+    assert not MeshTopoInfo.from_topology(content, mesh).mesh_dim_curves, "some of each would not compare"

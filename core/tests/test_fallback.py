@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,23 +12,28 @@ import torch
 import torch.distributed as dist
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.local_world import ThreadWorlds
 from core.tests.placing import full, place
 from dtbench_core import (
     CoreError,
     DTensor,
+    ExplicitRedistributionContext,
     FallbackWarning,
+    ImplicitRedistributionWarning,
+    MixedTensorError,
     Partial,
     Placement,
+    RedistributionError,
     Replicate,
     Shard,
     clear_fallbacks,
+    count_collectives,
     distribute_tensor,
     fallbacks,
+    implicit_replication,
 )
 
 PLACED: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
-S, R = Shard, Replicate()
+S, R, P, S0, S1 = Shard, Replicate(), Partial(), Shard(0), Shard(1)
 quiet = pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 
 
@@ -164,22 +170,120 @@ def test_a_pending_tensor_is_written_as_a_number(reduce_op: str, share: float) -
     assert x.placements == (Partial(reduce_op),) and _same(x, full.exp())
 
 
-def _dtypes_that_kernels_refuse(case: str) -> None:
-    """Two rows on four ranks: a rank without any runs no kernel, and a meta kernel takes these."""
+BAD_DTYPES: dict[str, Callable[[Any], Any]] = {
+    "product": lambda x: x @ place(torch.ones(5, 5).double()),
+    "index": lambda x: x.index_select(1, place(torch.zeros(1))),
+    "normalisation": lambda x: torch.nn.functional.batch_norm(
+        x.half(), *(place(torch.ones(5).double()) for _ in range(2))
+    ),
+    "input that moves first": lambda x: torch.nn.functional.batch_norm(
+        place(torch.ones(3, 2, 4).double(), S(1)), *(place(torch.ones(2), S(0)) for _ in range(2))
+    ),
+}
 
+
+@pytest.mark.parametrize("case", BAD_DTYPES)
+@on_ranks
+def test_every_rank_refuses_a_dtype(case: str) -> None:
+    """Two of four ranks have no rows and run no kernel, and the meta kernels accept these dtypes."""
     x = place(torch.ones(2, 5), S(0))
-    if case == "product":
-        x @ place(torch.ones(5, 5).double())
-    elif case == "of what moves first":
-        moments = place(torch.ones(2), S(0))
-        torch.nn.functional.batch_norm(place(torch.ones(3, 2, 4).double(), S(1)), moments, moments)
-    elif case == "normalisation":
-        moments = place(torch.ones(5).double())
-        torch.nn.functional.batch_norm(x.half(), moments, moments)
-    else:
-        x.index_select(1, place(torch.zeros(1)))
+    with pytest.raises(RuntimeError, match="dtype"):
+        BAD_DTYPES[case](x)
 
 
-@pytest.mark.parametrize("case", ["product", "index", "normalisation", "of what moves first"])
-def test_every_rank_refuses_a_dtype(ranks: ThreadWorlds, case: str) -> None:
-    ranks.refuse(_dtypes_that_kernels_refuse, case, message="dtype", error=RuntimeError)
+# ---- implicit replication and redistribution ----
+
+
+def _cut(placement: Any, shape: tuple[int, ...] = (8, 4)) -> DTensor:
+    full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return place(full, placement)
+
+
+# ---- implicit replication ----
+
+
+@on_ranks
+def test_plain_tensors_count_as_replicated() -> None:
+    full = torch.arange(32.0).reshape(8, 4)
+    tensor, plain = _cut(S0), torch.arange(4.0).requires_grad_()
+    with implicit_replication():
+        product = tensor * plain
+        in_list = torch.cat([tensor.detach(), torch.ones(2, 4)]).full_tensor()
+        assert (plain.detach() + tensor).placements == (S0,)
+        product.sum().backward()
+    assert torch.equal(product.full_tensor(), full * torch.arange(4.0)) and in_list.shape == (10, 4)
+    assert plain.grad is not None and type(plain.grad) is torch.Tensor
+    assert torch.equal(plain.grad, full.sum(0)), "the whole gradient, not this rank's rows"
+
+
+@on_ranks
+def test_what_was_admitted_is_refused_outside() -> None:
+    tensor, plain = _cut(S0), torch.arange(4.0)
+    for _ in range(2):
+        for _ in range(3):  # often enough to be remembered
+            with implicit_replication():
+                _ = tensor * plain
+        with pytest.raises(MixedTensorError, match=r"plain torch\.Tensor of shape \[4\]"):
+            _ = tensor * plain
+
+
+# ---- explicit redistribution ----
+
+MOVES: dict[str, Any] = {
+    "free": lambda: _cut(S0) + _cut(S0),
+    "cuts": lambda: _cut(S0) + _cut(R),
+    "gathers": lambda: _cut(S0) + _cut(S1),
+    "reduces": lambda: DTensor.from_local(torch.ones(8), mesh_of((4,)), [P]).exp(),
+    "in place": lambda: _cut(S0).add_(_cut(S1)),
+    "explicit": lambda: _cut(S0) + _cut(S1).redistribute(placements=[S0]),
+    "full": lambda: _cut(S0).full_tensor(),
+}
+COMMUNICATES = {"gathers", "reduces", "in place"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+@on_ranks
+def test_only_explicit_redistribution(name: str, strict: bool) -> None:
+    mesh_of((4,))
+    refused = name in COMMUNICATES or (strict and name == "cuts")
+    refusal = pytest.raises(RedistributionError, match=r"aten\..*float32\[8.* from ")
+    with (
+        count_collectives() as count,
+        refusal if refused else nullcontext(),
+        ExplicitRedistributionContext(strict=strict),
+    ):
+        MOVES[name]()
+    assert not (refused and count.calls), "refused before anything is sent"
+
+
+@on_ranks
+def test_contexts_nest() -> None:
+    def refused() -> bool:
+        try:
+            MOVES["gathers"]()
+        except RedistributionError:
+            return True
+        return False
+
+    seen = [refused()]
+    with ExplicitRedistributionContext():
+        seen.append(refused())
+        with ExplicitRedistributionContext(enable=False):
+            seen.append(refused())
+            with ExplicitRedistributionContext() as same, same:
+                seen.append(refused())
+            seen.append(refused())
+        seen.append(refused())
+    assert [*seen, refused()] == [False, True, False, True, False, True, False]
+
+
+@on_ranks
+def test_warnings() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ExplicitRedistributionContext(mode="warn"):
+            whole = MOVES["gathers"]().full_tensor()
+    messages = [str(w.message) for w in caught if w.category is ImplicitRedistributionWarning]
+    assert len(messages) == 1 and "from S(1) to S(0)" in messages[0]
+    assert torch.equal(whole, 2 * torch.arange(32.0).reshape(8, 4))

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import parametrizations
 
-from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.placing import place, sharded
 from dtbench_core import (
+    CoreError,
     DTensor,
     FallbackWarning,
+    LayoutError,
+    MeshError,
     MixedTensorError,
     NoRuleError,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_tensor,
@@ -57,17 +68,17 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize(("placed", "given"), ((R, S0), (S0, R), (R, R)))
 @pytest.mark.filterwarnings(
     "ignore::dtbench_core.dispatch.fallback.FallbackWarning", "ignore:LSTM with projections:UserWarning"
 )
 @pytest.mark.parametrize("name", RECURRENT)
 @on_ranks
-def test_recurrent_modules_start_from_zeros(name: str) -> None:
+def test_recurrent_modules_start_from_zeros(name: str, placed: Any, given: Any) -> None:
     torch.manual_seed(0)
     plain = RECURRENT[name]()
     shape = (8, 4) if name.endswith("Cell") else (8, 3, 4)
-    for placed, given in ((R, S0), (S0, R), (R, R)):
-        _assert_trains_alike(sharded(plain, placed), plain, place(torch.randn(shape), given))
+    _assert_trains_alike(sharded(plain, placed), plain, place(torch.randn(shape), given))
 
 
 @on_ranks
@@ -103,7 +114,7 @@ def test_plain_tensors_are_loaded() -> None:
 
 
 @on_worlds
-def test_what_is_copied_gets_the_gradient() -> None:
+def test_copy_of_a_plain_tensor_passes_the_gradient() -> None:
     source = torch.ones(5, requires_grad=True)
     tensor = place(torch.zeros(5), S0).copy_(source)
     (tensor * place(torch.arange(5.0), S0)).sum().full_tensor().backward()
@@ -152,7 +163,7 @@ def test_parametrized_weights(name: str) -> None:
 
 
 @on_ranks
-def test_conversions_keep_what_a_parameter_is() -> None:
+def test_conversions_keep_the_parameter_object() -> None:
     plain = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))
     module = sharded(plain)
     weight = module[0].weight
@@ -202,3 +213,195 @@ def test_half_precision() -> None:
                 expected.float().square().sum().backward()
                 got.float().square().sum().backward()
                 torch.testing.assert_close(placed[0].grad.full_tensor(), plain[0].grad)
+
+
+# ---- copies and checkpoints ----
+
+
+Layout = tuple[tuple[int, ...], list[Placement]]
+LAYOUTS: list[Layout] = [
+    ((4,), [S0]),
+    ((4,), [S1]),
+    ((4,), [R]),
+    ((2, 2), [S0, S1]),
+    ((2, 2), [S1, R]),
+    ((2, 2), [S0, S0]),
+]
+
+
+def _tensor(layout: Layout, shape: tuple[int, ...] = (5, 3)) -> DTensor:
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    return distribute_tensor(full, mesh_of(layout[0]), layout[1])
+
+
+def _same(a: DTensor, b: DTensor) -> bool:
+    """Equal, and neither shares memory with the other."""
+    one, other = a.to_local(), b.to_local()
+    apart = one.numel() == 0 or one.data_ptr() != other.data_ptr()
+    return a._spec is b._spec and type(a) is type(b) and bool((one == other).all()) and apart
+
+
+# ---- copies ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@on_ranks
+def test_copies_are_equal_and_own_their_memory(layout: Any) -> None:
+    tensor = _tensor(layout)
+    saved = io.BytesIO()
+    torch.save({"x": [tensor]}, saved)
+    saved.seek(0)
+    assert _same(copy.deepcopy(tensor), tensor)
+    assert _same(pickle.loads(pickle.dumps(tensor)), tensor)
+    assert _same(torch.load(saved, weights_only=True)["x"][0], tensor)
+    saved.seek(0)
+    assert _same(torch.load(saved, weights_only=False)["x"][0], tensor)
+
+
+@on_ranks
+def test_unpickling_finds_the_mesh_among_equal_ones() -> None:
+    """Each has its own process groups: what is loaded lies on those that it was saved on."""
+    first, second = (init_device_mesh("cpu", (2, 2)) for _ in range(2))
+    one, other = (
+        distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [S0, S1]) for mesh in (first, second)
+    )
+    assert _same(pickle.loads(pickle.dumps(one)), one) and _same(pickle.loads(pickle.dumps(other)), other)
+    assert one._spec is not other._spec
+
+
+@on_ranks
+def test_parameters_stay_parameters() -> None:
+    parameter = nn.Parameter(_tensor(LAYOUTS[0]))
+    (parameter * 2).redistribute(placements=[R]).sum().backward()
+    twice = copy.deepcopy([parameter, parameter])
+    loaded = pickle.loads(pickle.dumps(parameter))
+    frozen = copy.deepcopy(nn.Parameter(_tensor(LAYOUTS[0]), requires_grad=False))
+    assert parameter.grad is not None and twice[0].grad is None, "as the copy of a plain parameter"
+    assert all(isinstance(t, nn.Parameter) and isinstance(t, DTensor) for t in (*twice, loaded, frozen))
+    assert all(t.is_leaf and t.requires_grad for t in (*twice, loaded)) and not frozen.requires_grad, "leaf"
+    assert twice[0] is twice[1], "one"
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(parameter * 2)
+    assert _same(loaded, parameter) and _same(twice[0], parameter), "equal"
+
+
+@on_ranks
+@pytest.mark.parametrize("leaf", [True, False])
+def test_data_of_a_from_local_result_counts_its_writes_separately(leaf: bool) -> None:
+    """They count for the plain tensor, too, but by no other way."""
+    source = _tensor(LAYOUTS[0], (4, 2)).double()
+    plain = source.to_local().clone().requires_grad_()
+    x = DTensor.from_local(plain if leaf else plain * 1, source.device_mesh, source.placements)
+    y, of_view = x**2, x[:, :1] ** 3
+    x.data.mul_(2)
+    x[:, :1].data.add_(1)
+    (y.sum() + of_view.sum()).backward()
+    with torch.no_grad():  # both saved what x holds since
+        wanted = 2 * x
+        wanted[:, :1].add_(3 * x[:, :1] ** 2)
+    assert plain.grad is not None and torch.equal(plain.grad, wanted.to_local())
+    z = x * x
+    with torch.no_grad():
+        x.detach().mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+        z.sum().backward()
+
+
+@on_ranks
+def test_data_may_be_read_and_assigned() -> None:
+    tensor, other = _tensor(LAYOUTS[0]), _tensor(LAYOUTS[3], (4, 2)).double()
+    leaf = tensor.requires_grad_()
+    shared = leaf.data
+    shared.add_(1)
+    leaf.data = other
+    assert not shared.requires_grad and float(shared.sum().full_tensor()) == sum(range(15)) + 15
+    assert leaf._spec is other._spec and leaf.dtype == torch.float64 and tuple(leaf.size()) == (4, 2)
+    assert float((leaf * 1).detach().sum().full_tensor()) == sum(range(8)) and leaf.requires_grad
+    with pytest.raises(CoreError, match="expected a DTensor"):
+        leaf.data = torch.ones(4, 2)
+
+
+@on_ranks
+def test_copy_of_a_view_may_be_written() -> None:
+    window = _tensor(LAYOUTS[0])[:1]  # gathered before it was cut: not to be written to
+    assert copy.deepcopy(window).fill_(1).full_tensor().flatten().tolist() == [1.0] * 3
+
+
+def _save_and_load_that_of_another_rank(path: str) -> None:
+    torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
+    dist.barrier()
+    # The ranks have 2, 2, 1 and 0 rows, so that rank 3 - r never has as many as rank r.
+    with pytest.raises(LayoutError, match="every rank loads the part that it saved itself"):
+        torch.load(f"{path}/{3 - dist.get_rank()}.pt")
+
+
+def test_saved_shard_is_loaded_by_its_own_rank_only(ranks: ThreadWorlds, tmp_path: Path) -> None:
+    ranks(_save_and_load_that_of_another_rank, str(tmp_path))
+    with pytest.raises(MeshError, match="no process group, expected the world it was saved in"):
+        torch.load(tmp_path / "0.pt")
+
+
+# ---- modules ----
+
+
+def _sharded_module() -> nn.Module:
+    torch.manual_seed(3)
+    return sharded(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
+
+
+@on_ranks
+def test_modules_load_states_in_place_and_by_assignment() -> None:
+    module, twin = _sharded_module(), _sharded_module()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    state = copy.deepcopy(module.state_dict())
+    before = dict(twin.named_parameters())
+    twin.load_state_dict(state)
+    assert all(before[name] is parameter for name, parameter in twin.named_parameters())
+    assert all(_same(a, b) for a, b in zip(twin.parameters(), module.parameters(), strict=True))
+    twin.load_state_dict(state, assign=True)
+    assert all(
+        p.to_local().data_ptr() == state[name].to_local().data_ptr() and p.requires_grad
+        for name, p in twin.named_parameters()
+    )
+
+
+# ---- torch.distributed.checkpoint ----
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (8, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("saved", LAYOUTS, ids=str)
+@on_ranks
+def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ...]) -> None:
+    """Saves one layout and loads it into every other."""
+    dcp.save({"x": _tensor(saved, shape), "step": 7}, checkpoint_id=tmp_path)
+    for layout in LAYOUTS:
+        target = _tensor(layout, shape)
+        with torch.no_grad():
+            target.fill_(-1)
+        state: dict[str, Any] = {"x": target, "step": 0}
+        dcp.load(state, checkpoint_id=tmp_path)
+        assert state["step"] == 7 and _same(state["x"], _tensor(layout, shape)), layout
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4]], ids=str)
+@on_gloo_ranks
+def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
+    """What was saved is what the tensor held then, though it is changed before the file is written; a plain tensor
+    loads it."""
+    tensor = _tensor(layout)
+    saving = dcp.async_save({"x": tensor}, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        tensor.fill_(-1)
+    saving.result()
+    state = {"x": torch.zeros(5, 3)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state["x"].flatten().tolist() == [float(i) for i in range(15)]
+
+
+@on_ranks
+def test_partial_cannot_be_saved(tmp_path: Path) -> None:
+    terms = DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])
+    with pytest.raises(Exception, match="expected Shard or Replicate: redistribute it before"):
+        dcp.save({"x": terms}, checkpoint_id=tmp_path)

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
 
-from core.tests.gloo_world import Worlds, mesh_of
+from core.tests.gloo_world import Worlds, mesh_in, mesh_of, on_ranks
 from core.tests.local_world import LocalWorlds, ThreadWorlds
 from core.tests.op_case import DEVICE_ONLY
 from core.tests.op_cases import OPS
-from core.tests.torch_version import needs_213
+from core.tests.placing import assert_like_plain
+from core.tests.placing import place as place_rows
+from core.tests.torch_version import BEFORE_213, needs_213
 from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from dtbench_core.dispatch import entry
-from dtbench_core.rules.base import rules_by_op
+from dtbench_core.dispatch import entry, rank_check
+from dtbench_core.layout.mesh import MeshInfo, mesh_info
+from dtbench_core.layout.placement import REPLICATE
+from dtbench_core.layout.spec import DTensorSpec, TensorMeta
+from dtbench_core.rules.base import OpCall, rules_by_op
 from dtbench_core.simulate import maybe_run_for_local_tensor
 
 # Fallbacks are right all the same; torch.triangular_solve is deprecated, and has a rule still.
@@ -81,8 +93,9 @@ def _reference(name: str, uneven: bool) -> tuple[Any, ...]:
 
 
 def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, limit: int) -> None:
-    """On a rank: values and gradients are those of plain torch, however the inputs are placed."""
-    op, mesh = OPS[name], mesh_of(mesh_shape)
+    """Compares values and gradients on this rank with plain torch for several placements of the inputs."""
+    # The ranks of the 2-D mesh do not ascend, so that a rank's place in its group is not its coordinate.
+    op, mesh = OPS[name], mesh_of(mesh_shape) if len(mesh_shape) == 1 else mesh_in([[3, 1], [2, 0]])
     plain, expected, cotangent, gradients = _reference(name, uneven)
     shapes = op.uneven if uneven else op.shapes
     for placements in _combinations(shapes, len(mesh_shape), min(op.places, limit), len(name)):
@@ -153,3 +166,357 @@ def test_every_rule_is_tested() -> None:
         assert [str(op) for op in unreached] == []
     finally:
         dist.destroy_process_group()
+
+
+# ---- random chains of ops ----
+
+
+MESHES = ((2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2))
+MAX_SIZE = 6
+
+
+class Link(NamedTuple):
+    """One op of a chain: `pick` chooses its numbers for a shape, `run` applies it to (x, numbers)."""
+
+    pick: Callable[[Any, tuple[int, ...]], Any]
+    run: Callable[[Any, Any], Any]
+
+
+def _dim(draw: Any, shape: tuple[int, ...]) -> int:
+    return int(draw(st.integers(-len(shape), len(shape) - 1)))
+
+
+def _cut(draw: Any, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    dim = _dim(draw, shape)
+    start = draw(st.integers(0, shape[dim] - 1))
+    return dim, start, draw(st.integers(1, shape[dim] - start))
+
+
+def _split(draw: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Another shape of as many elements."""
+    left, sizes = math.prod(shape), []
+    while left > 1 and len(sizes) < 2:
+        divisors = [d for d in range(1, left + 1) if left % d == 0]
+        sizes.append(draw(st.sampled_from(divisors)))
+        left //= sizes[-1]
+    return (*sizes, left)
+
+
+def _nothing(draw: Any, shape: tuple[int, ...]) -> None:
+    return None
+
+
+LINKS: dict[str, Link] = {
+    "relu": Link(_nothing, lambda x, _: torch.relu(x)),
+    "times": Link(lambda draw, _: draw(st.sampled_from([2, 0.5, -1.5])), lambda x, n: x * n),
+    "plus": Link(lambda draw, _: draw(st.sampled_from([1, 0.25])), lambda x, n: x + n),
+    "square": Link(_nothing, lambda x, _: x * x),
+    "twice": Link(_nothing, lambda x, _: x + x.sin()),
+    "mean": Link(_dim, lambda x, d: x - x.mean(d, keepdim=True)),
+    "sum": Link(_dim, lambda x, d: x.sum(d)),
+    "sum_all": Link(_nothing, lambda x, _: x * x.sum()),
+    "amax": Link(_dim, lambda x, d: x - x.amax(d, keepdim=True)),
+    "softmax": Link(_dim, torch.softmax),
+    "cumsum": Link(_dim, torch.cumsum),
+    "sort": Link(_dim, lambda x, d: x.sort(d).values),
+    "transpose": Link(lambda draw, s: (_dim(draw, s), _dim(draw, s)), lambda x, d: x.transpose(*d)),
+    "flip": Link(_dim, lambda x, d: x.flip(d)),
+    "narrow": Link(_cut, lambda x, cut: x.narrow(*cut)),
+    "select": Link(_cut, lambda x, cut: x.select(*cut[:2])),
+    "unsqueeze": Link(_dim, lambda x, d: x.unsqueeze(d)),
+    "reshape": Link(_split, lambda x, shape: x.reshape(shape)),
+    "expand": Link(lambda draw, _: draw(st.integers(1, 3)), lambda x, n: x.expand(n, *x.shape)),
+    "cat": Link(_dim, lambda x, d: torch.cat([x, x * 2], d)),
+    "split": Link(_cut, lambda x, cut: torch.cat(x.split(cut[2], cut[0])[::-1], cut[0])),
+    "outer": Link(_nothing, lambda x, _: x.flatten()[:4].unsqueeze(1) @ x.flatten()[:4].unsqueeze(0)),
+    "square_matrix": Link(_nothing, lambda x, _: x.flatten(1) @ x.flatten(1).t() if x.ndim > 1 else x),
+    "pick": Link(_cut, lambda x, cut: x.index_select(cut[0], _like(x, [cut[1], 0, cut[1]]))),
+    "mask": Link(_nothing, lambda x, _: x.masked_fill(x > 0.5, 0.0)),
+    "write": Link(_nothing, lambda x, _: (x * 1).add_(x).mul_(0.5)),
+    "write_part": Link(_nothing, lambda x, _: (x + 1).clamp_(max=1)),
+    "norm": Link(_dim, lambda x, d: x / (1 + torch.linalg.vector_norm(x, dim=d, keepdim=True))),
+    "var": Link(_dim, lambda x, d: x * x.var(d, correction=0, keepdim=True)),
+}
+
+
+def _like(x: Any, values: list[int]) -> Any:
+    index = torch.tensor(values)
+    return distribute_tensor(index, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else index
+
+
+class Chain(NamedTuple):
+    mesh: tuple[int, ...]
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    links: tuple[tuple[str, Any], ...]
+
+
+@st.composite
+def chains(draw: Any) -> Chain:
+    mesh = draw(st.sampled_from(MESHES))
+    shape = tuple(draw(st.lists(st.integers(1, MAX_SIZE), min_size=1, max_size=3)))
+    options = [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
+    placements = tuple(draw(st.sampled_from(options)) for _ in mesh)
+    links, x = [], torch.zeros(shape, dtype=torch.float64)
+    for _ in range(draw(st.integers(1, 4))):
+        name = draw(st.sampled_from(sorted(LINKS)))
+        if x.ndim == 0 or x.numel() > 400:
+            break
+        numbers = LINKS[name].pick(draw, tuple(x.shape))
+        x = LINKS[name].run(x, numbers)
+        links.append((name, numbers))
+    return Chain(mesh, shape, placements, tuple(links))
+
+
+def _run(x: Any, chain: Chain) -> Any:
+    for name, numbers in chain.links:
+        x = LINKS[name].run(x, numbers)
+    return x
+
+
+def _as_plain(chain: Chain) -> None:
+    """On a rank: what plain torch gives, with autograd and without."""
+    mesh = mesh_of(chain.mesh)
+    plain = torch.randn(chain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain.requires_grad_()
+    expected = _run(plain, chain)
+    (wanted,) = torch.autograd.grad(expected.sin().sum(), plain)
+    x = place(plain.detach(), mesh, chain.placements).requires_grad_()
+    result = _run(x, chain)
+    (gradient,) = torch.autograd.grad(result.sin().sum(), x)
+    with torch.no_grad():
+        fast = [_run(x, chain) for _ in range(3)][-1]
+    got = [one.full_tensor() for one in (result, gradient, fast)]
+    torch.testing.assert_close(got, [expected, wanted, expected], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_chains_of_ops_equal_plain_torch(ranks: ThreadWorlds, count: int) -> None:
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(chain=chains())
+    def every(chain: Chain) -> None:
+        ranks(_as_plain, chain, world_size=math.prod(chain.mesh))
+
+    every()
+
+
+# ---- cases that torch.distributed.tensor is known to get wrong ----
+
+
+R, P, AVG = Replicate(), Partial(), Partial("avg")
+S0, S1, S2, S3 = (Shard(d) for d in range(4))
+
+
+class Case(NamedTuple):
+    """fn(*inputs) on shapes; which of the placements each input takes."""
+
+    fn: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    placements: tuple[tuple[Placement, ...], ...]
+
+
+EVEN = ((8, 4), (8, 4))
+CASES: dict[str, Case] = {
+    "conv1d": Case(
+        F.conv1d, ((4, 4, 9), (8, 4, 3)), tuple(itertools.product((S0, S1, S2, P), (R, S0, S1, P)))
+    ),
+    "conv2d with bias": Case(
+        F.conv2d,
+        ((4, 4, 6, 6), (8, 4, 3, 3), (8,)),
+        ((S0, R, R), (S1, S1, R), (R, S0, S0), (P, R, R), (R, R, P), (S2, R, S0), (S3, S0, R)),
+    ),
+    "conv_transpose2d": Case(
+        F.conv_transpose2d,
+        ((4, 4, 5, 5), (4, 8, 3, 3)),
+        tuple(itertools.product((S0, S1, S3, P), (R, S0, S1))),
+    ),
+    "scatter_add_": Case(
+        lambda x, src: (x * 1).scatter_add_(0, _index(x, [[0, 1, 7, 7], [3, 3, 0, 1]]), src[:2]),
+        EVEN,
+        ((S0, S0), (S1, S1), (S0, R), (S1, S0)),
+    ),
+    "linear of a vector, with bias": Case(
+        F.linear, ((8,), (4, 8), (4,)), ((R, R, R), (S0, S1, R), (R, S0, S0))
+    ),
+    "a number added to a pending sum": Case(lambda x: x + 3, ((8, 4),), ((P,), (AVG,), (S0,))),
+    "a cached number": Case(lambda x: (x + 1) + (x + 2) + (x * 2) * (x * 3), ((8, 4),), ((P,), (S0,))),
+    "a 0-dim tensor added to a pending sum": Case(lambda x: x + torch.tensor(2.0), ((8, 4),), ((P,), (S1,))),
+    "mean, uneven": Case(lambda x: x.mean(0) + x.mean(), ((5, 3),), ((S0,), (S1,), (P,))),
+    "mean, empty shards": Case(lambda x: x.mean(), ((2, 3),), ((S0,),)),
+    "norm of a pending sum": Case(
+        lambda x: torch.linalg.vector_norm(x) + x.norm(3) + torch.linalg.norm(x),
+        ((8, 4),),
+        ((P,), (S0,), (S1,)),
+    ),
+    "extremum and variance of a pending sum": Case(
+        lambda x: x.amax(0) + x.max() + x.var(0) + x.std(), ((8, 4),), ((P,), (S0,))
+    ),
+    "index_put, accumulated": Case(
+        lambda x, v: torch.index_put(x, (_index(x, [1, 1]),), v[:2], accumulate=True),
+        EVEN,
+        ((S0, S0), (S1, S1), (S0, P)),
+    ),
+    "indexing by a tensor": Case(lambda x: x[_index(x, [6, 0, 6])], ((8, 4),), ((S0,), (S1,), (P,))),
+    "negative dims": Case(
+        lambda x: x.sum(-2) + x.cumsum(-2)[-1] + x.softmax(-2)[0] + x.flip(-2)[1] + x.unsqueeze(-3)[0, 0],
+        ((8, 4),),
+        ((S0,), (S1,), (P,)),
+    ),
+    "a gather smaller than its source": Case(
+        lambda x: x.gather(0, _index(x, [[7, 0], [1, 1]])), ((8, 4),), ((S0,), (S1,), (P,))
+    ),
+    "matmul, both dims": Case(
+        torch.matmul, ((8, 4), (4, 8)), tuple(itertools.product((S0, S1, P, R), repeat=2))
+    ),
+    "flatten an inner shard and split it again": Case(
+        lambda x: x.flatten(0, 1).mul(2).unflatten(0, (4, 8)), ((4, 8, 4),), ((S0,), (S1,), (S2,))
+    ),
+    "trace and prod": Case(lambda x: x[:4].trace() + x[:2, :2].prod(), ((8, 4),), ((S0,), (S1,), (P,))),
+    "batch_norm": Case(lambda x: F.batch_norm(x, None, None, training=True), ((8, 4),), ((S0,), (S1,), (P,))),
+}
+
+
+def _index(like: Any, values: list[Any]) -> Any:
+    index = torch.tensor(values)
+    return place_rows(index) if isinstance(like, DTensor) else index
+
+
+def _placed(full: torch.Tensor, placement: Placement) -> DTensor:
+    if isinstance(placement, Partial):
+        share = 1 + (dist.get_rank() - 1.5) / 2  # 0.25, 0.75, 1.25, 1.75: mean 1, sum 4
+        local = full.detach() * (share if placement.reduce_op == "avg" else share / 4)
+        return DTensor.from_local(local, mesh_of((4,)), [placement]).requires_grad_()
+    return place_rows(full.detach(), placement).requires_grad_()
+
+
+@pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
+@pytest.mark.parametrize("name", CASES)
+@on_ranks
+def test_cases_that_torch_gets_wrong(name: str) -> None:
+    case = CASES[name]
+    for placements in case.placements:
+        seed = torch.Generator().manual_seed(0)
+        plain = [torch.randn(n, generator=seed, dtype=torch.float64).requires_grad_() for n in case.shapes]
+        placed = [_placed(t, p) for t, p in zip(plain, placements, strict=True)]
+        assert_like_plain(case.fn, plain, placed, placements)
+
+
+# ---- rules of ops that run on GPUs only ----
+
+
+aten = torch.ops.aten
+BATCH, HEADS, LENGTH, WIDTH = 7, 5, 32, 16  # uneven on 4 and on 2 ranks, and nowhere empty on 2
+
+QUERY = (BATCH, HEADS, LENGTH, WIDTH)
+
+
+def _half(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+def _attention_calls() -> Iterator[tuple[Any, tuple[Any, ...], int]]:
+    """(op, arguments, how many rows are expected): forward, then backward with forward's results."""
+    q, k, v, grad = (_half(*QUERY) for _ in range(4))
+    for bias in (_half(BATCH, HEADS, LENGTH, LENGTH), _half(BATCH, 1, LENGTH, LENGTH)):
+        op = aten._scaled_dot_product_efficient_attention.default
+        out, logsumexp, seed, offset = op(q, k, v, bias, True)
+        yield op, (q, k, v, bias, True), 2
+        given = (grad, q, k, v, bias, out, logsumexp, seed, offset, 0.0, [True] * 4)
+        yield aten._scaled_dot_product_efficient_attention_backward.default, given, 2
+        op = aten._scaled_dot_product_cudnn_attention.default
+        made = op(q, k, v, bias, True)
+        yield op, (q, k, v, bias, True), 2
+        given = (grad, q, k, v, made[0], made[1], made[6], made[7], bias, *made[2:6], 0.0, False)
+        yield aten._scaled_dot_product_cudnn_attention_backward.default, given, 2
+        op = aten._scaled_dot_product_fused_attention_overrideable.default
+        made = op(q, k, v, bias)
+        yield op, (q, k, v, bias), 2
+        given = (grad, q, k, v, bias, [True] * 4, *made[:6], 0.0, False, made[6], made[7])
+        yield aten._scaled_dot_product_fused_attention_overrideable_backward.default, given, 2
+    op = aten._scaled_dot_product_flash_attention.default
+    made = op(q, k, v)
+    yield op, (q, k, v), 2
+    yield op, (q, k, v, 0.5), 0  # dropout
+    given = (grad, q, k, v, *made[:6], 0.0, False, made[6], made[7])
+    yield aten._scaled_dot_product_flash_attention_backward.default, given, 2
+    x, weight = _half(BATCH, LENGTH, WIDTH), _half(WIDTH)
+    op = aten._fused_rms_norm.default
+    yield op, (x, [WIDTH], weight, None), 2
+    rstd = op(x, [WIDTH], weight, None)[1]
+    yield aten._fused_rms_norm_backward.default, (x, x, [WIDTH], rstd, weight, [True, True]), 2
+
+
+def _call(op: Any, args: tuple[Any, ...], mesh: MeshInfo) -> OpCall:
+    replicated = (REPLICATE,) * mesh.ndim
+    specs: list[DTensorSpec] = []
+
+    def described(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        specs.append(DTensorSpec.of(mesh, replicated, leaf.shape, leaf.stride(), leaf.dtype))
+        return specs[-1]
+
+    stated = tree_map(described, args)
+    made = op(*args)
+    metas = tuple(
+        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in made
+    )
+    return OpCall(op, stated, {}, tuple(specs), metas)
+
+
+@pytest.fixture
+def mesh(fake_world: Any) -> MeshInfo:
+    fake_world(2)
+    return mesh_info(init_device_mesh("cpu", (2,)))
+
+
+def test_rows_of_gpu_ops_give_each_rank_its_shard(mesh: MeshInfo) -> None:
+    seen = set()
+    for op, args, count in _attention_calls():
+        seen.add(op)
+        try:
+            call = _call(op, args, mesh)
+        except NotImplementedError:  # torch 2.11 has no meta kernel for one of them
+            assert BEFORE_213
+            continue
+        rule = rules_by_op.get(op)
+        strategy = rule(call)
+        assert len(strategy.rows) == count, op
+        for row in strategy.rows:
+            inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]
+            assert rank_check.every_rank_can(call, strategy, inputs, outputs), (op, row)
+    assert seen == DEVICE_ONLY
+
+
+def _norms() -> Iterator[tuple[str, Any]]:
+    """(name, op of (data, weight, bias, running mean, running var))."""
+    none = None, None  # running statistics: torch without CUDA cannot write to those
+    yield "native, training", lambda x, w, b, *_: aten.native_batch_norm(x, w, b, *none, True, 0.1, 1e-5)
+    yield "native", lambda *given: aten.native_batch_norm(*given, False, 0.1, 1e-5)
+    yield "legit", lambda x, w, b, *_: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)
+    yield "no training", lambda *given: aten._native_batch_norm_legit_no_training(*given, 0.1, 1e-5)
+    yield "cudnn", lambda x, w, b, *_: aten.cudnn_batch_norm(x, w, b, *none, True, 0.1, 1e-5)
+    yield "layer_norm", lambda x, w, *_: aten.native_layer_norm(x, w.shape, w, w, 1e-5)
+    yield "rms_norm", lambda x, w, *_: aten._fused_rms_norm(x, w.shape, w, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parameters", ["as the data", "float32"])
+def test_norms_on_gpus_save_what_torch_saves(fake_world: Any, dtype: torch.dtype, parameters: str) -> None:
+    """Sizes and dtypes of results on a mesh of GPUs that are not there: a CPU's statistics have other dtypes."""
+    fake_world(2)
+    mesh = DeviceMesh("cuda", [0, 1])
+    of_channels = dtype if parameters == "as the data" else torch.float32
+
+    def described(results: Any) -> list[tuple[Any, ...]]:
+        return [(one.shape, one.dtype, one.device.type) for one in results]
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        whole = torch.empty(8, 8, 4, 8, dtype=dtype, device="cuda")
+        four = [torch.empty(8, dtype=of_channels, device="cuda") for _ in range(4)]
+        given = [distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in four]
+        for name, op in _norms():
+            for dim in (0, 2):
+                x = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+                assert described(op(x, *given)) == described(op(whole, *four)), (name, dim)

@@ -1,9 +1,10 @@
-"""Ranks outside a mesh: the same program runs there, on nothing, with the right metadata."""
+"""Meshes that leave out ranks, on which the same program runs without data; meshes whose ranks do not ascend."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.gloo_world import mesh_in, mesh_of, on_ranks
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import (
     DTensor,
     ExplicitRedistributionContext,
     MeshError,
     Partial,
+    Placement,
+    RaggedShard,
     RedistributionError,
     Replicate,
     Shard,
+    StridedShard,
     comm,
     count_collectives,
     distribute_module,
@@ -34,6 +38,8 @@ from dtbench_core import (
     sharding_text,
     zeros,
 )
+from dtbench_core.interop.collective_utils import mesh_broadcast, mesh_scatter, shard_dim_alltoall
+from dtbench_core.layout.rng import manual_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 
@@ -90,7 +96,7 @@ def _program() -> dict[str, Any]:
     return summary
 
 
-def test_the_same_program_runs_outside(ranks: ThreadWorlds) -> None:
+def test_program_runs_on_ranks_outside_the_mesh(ranks: ThreadWorlds) -> None:
     inside, _, outside, other = ranks(_program)
     assert outside == other
     for name, summary in inside.items():
@@ -104,7 +110,7 @@ def test_the_same_program_runs_outside(ranks: ThreadWorlds) -> None:
 
 
 @on_ranks
-def test_values_are_not_to_be_had_outside() -> None:
+def test_values_are_not_available_outside_the_mesh() -> None:
     x = distribute_tensor(A, _pair(), [S0])
     message = f"which rank {dist.get_rank()} is not in.*guard the call"
     for ask in (
@@ -118,7 +124,7 @@ def test_values_are_not_to_be_had_outside() -> None:
 
 
 @on_ranks
-def test_training_runs_outside() -> None:
+def test_training_runs_on_ranks_outside_the_mesh() -> None:
     """A model on the pair, trained on every rank of the world; from_local under autograd."""
     torch.manual_seed(0)
     module = distribute_module(nn.Linear(3, 2), _pair())
@@ -138,7 +144,7 @@ def test_training_runs_outside() -> None:
 
 
 @on_ranks
-def test_nothing_is_sent_and_errors_are_alike() -> None:
+def test_ranks_outside_send_nothing_and_raise_the_same_errors() -> None:
     x = distribute_tensor(A, _pair(), [S0])
     with count_collectives() as count:
         x.full_tensor()
@@ -155,7 +161,7 @@ def test_nothing_is_sent_and_errors_are_alike() -> None:
 
 
 @on_ranks
-def test_a_table_per_rank(tmp_path: Path) -> None:
+def test_one_table_per_rank_is_saved_and_loaded(tmp_path: Path) -> None:
     """Each on a mesh of that rank alone."""
     rank = dist.get_rank()
     state: dict[str, Any] = {}
@@ -172,3 +178,99 @@ def test_a_table_per_rank(tmp_path: Path) -> None:
     dcp.load(fresh, checkpoint_id=tmp_path)
     mine = fresh[f"table{rank}"].to_local()
     assert (mine == rank).all() and mine.numel() == 128
+
+
+# ---- meshes whose ranks do not ascend ----
+
+
+MESHES = ([3, 2, 1, 0], [3, 1, 2, 0], [[3, 1], [2, 0]], [[0, 3], [2, 1]])
+
+
+def _placements(mesh: DeviceMesh, dims: int) -> list[tuple[Placement, ...]]:
+    kinds = (R, *(Shard(d) for d in range(dims)))
+    return list(itertools.product(kinds, repeat=mesh.ndim))
+
+
+def _full(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("order", MESHES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 1)], ids=str)
+@on_ranks
+def test_redistribution_on_meshes_that_do_not_ascend(order: Any, shape: tuple[int, ...]) -> None:
+    """From every placement to every other: by gather, exchange, cut, scatter and reduction."""
+    mesh, full = mesh_in(order), _full(*shape)
+    for source, placed in itertools.product((None, 0), _placements(mesh, 2)):
+        x = distribute_tensor(full, mesh, placed, src_data_rank=source)
+        assert torch.equal(x.full_tensor(), full), (source, placed)
+        for wanted in _placements(mesh, 2):
+            assert torch.equal(x.redistribute(placements=wanted).full_tensor(), full), (placed, wanted)
+    at = mesh.get_coordinate()
+    place = at[0] if mesh.ndim == 1 else at[0] * 2 + at[1]
+    for op, reduce in (("sum", torch.sum), ("max", torch.amax), ("product", torch.prod), ("avg", torch.mean)):
+        terms = torch.stack([full + i for i in range(4)])
+        x = DTensor.from_local(terms[place], mesh, [Partial(op)] * mesh.ndim)
+        for wanted in _placements(mesh, 2):
+            torch.testing.assert_close(x.redistribute(placements=wanted).full_tensor(), reduce(terms, 0))
+
+
+@pytest.mark.parametrize("order", MESHES, ids=str)
+@on_ranks
+def test_ragged_and_checked_tensors_on_meshes_that_do_not_ascend(order: Any) -> None:
+    mesh, full = mesh_in(order), _full(8, 6)
+    more = [R] * (mesh.ndim - 1)
+    size = mesh.size(0)
+    counts = (1, 4, 0, 3)[:size] if size == 4 else (1, 7)
+    for cut in (RaggedShard(0, counts), StridedShard(0, 2), StridedShard(1, 3)):
+        x = distribute_tensor(full, mesh, [cut, *more], src_data_rank=None)
+        for wanted in (R, Shard(0), Shard(1)):
+            assert torch.equal(x.redistribute(placements=[wanted, *more]).full_tensor(), full), (cut, wanted)
+    at = mesh.get_coordinate()
+    start = sum(counts[: at[0]])
+    local = full[start : start + counts[at[0]]]
+    x = DTensor.from_local(local, mesh, [Shard(0), *more], shape=full.shape, stride=full.stride())
+    assert x.placements[0] == RaggedShard(0, counts) and torch.equal(x.full_tensor(), full)
+    checked = DTensor.from_local(full + sum(at), mesh, [R] * mesh.ndim, run_check=True)
+    assert torch.equal(checked.to_local(), full)  # of the first rank by coordinate
+
+
+@pytest.mark.parametrize("order", [MESHES[1], MESHES[3]], ids=str)
+@on_ranks
+def test_random_numbers_are_those_of_one_device(order: Any) -> None:
+    mesh = mesh_in(order)
+    full = _full(8, 4)
+    for placed in _placements(mesh, 2):
+        x = distribute_tensor(full, mesh, placed, src_data_rank=None)
+        manual_seed(7, mesh)
+        got = [F.dropout(x), torch.rand_like(x), x.clone().normal_()]
+        torch.manual_seed(7)
+        wanted = [F.dropout(full), torch.rand_like(full), full.clone().normal_()]
+        torch.testing.assert_close([one.full_tensor() for one in got], wanted)
+    torch.manual_seed(mesh.get_rank())  # replicas agree even so
+    drawn = torch.rand_like(distribute_tensor(full, mesh, src_data_rank=None)).to_local()
+    seen = [torch.empty_like(drawn) for _ in range(4)]
+    torch.distributed.all_gather(seen, drawn)
+    assert all(torch.equal(one, drawn) for one in seen)
+
+
+@pytest.mark.parametrize("order", MESHES, ids=str)
+@on_ranks
+def test_collectives_by_mesh_dim(order: Any) -> None:
+    """Lists and sources go by the coordinate."""
+    mesh = mesh_in(order)
+    at = mesh.get_coordinate()
+    for dim in range(mesh.ndim):
+        size, here = mesh.size(dim), at[dim]
+        others = 10 * sum(at[:dim] + at[dim + 1 :])
+        for source in range(size):
+            sent = [torch.tensor([others + 100 * here + i]) for i in range(size)]
+            output = torch.zeros(1, dtype=torch.int64)
+            mesh_scatter(output, sent, mesh, dim, group_src=source)
+            assert output.item() == others + 100 * source + here
+            message = torch.tensor([others + here])
+            mesh_broadcast(message, mesh, dim, group_src=source)
+            assert message.item() == others + source
+        full = torch.arange(32.0).view(8, 4) + others
+        part = Shard(0).part(full, size, here)
+        assert torch.equal(shard_dim_alltoall(part, 0, 1, mesh, dim), Shard(1).part(full, size, here))

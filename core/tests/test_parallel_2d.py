@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from core.tests.gloo_world import mesh_of, on_worlds
-from core.tests.local_world import ThreadWorlds
-from core.tests.parallel_models import MLP, VOCAB, WIDTH, Transformer, assert_same_parameters, seeded
+from core.tests.compiling import compiled, quiet, ranks_for
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
+from core.tests.parallel_models import MLP, VOCAB, WIDTH, Block, Transformer, assert_same_parameters, seeded
+from core.tests.torch_version import needs_213
 from dtbench_core import (
     DTensor,
     MeshError,
@@ -22,15 +24,20 @@ from dtbench_core import (
     count_collectives,
     distribute_tensor,
 )
+from dtbench_core.errors import LayoutError
 from dtbench_core.parallel import (
     ColwiseParallel,
+    PairwiseParallel,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
     shard_parameters,
 )
+from dtbench_core.parallel.convert import make_input_shard_1d
 
 ROWS, SEQ = 4, 6
 # Activations are cut along the sequence between the halves of a block.
@@ -111,7 +118,7 @@ def test_transformer_trains_like_the_plain_one(
 
 
 @on_worlds
-def test_where_parameters_go() -> None:
+def test_placements_of_sharded_parameters() -> None:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     model = seeded(
         nn.ModuleDict, {"up": nn.Linear(WIDTH, 6), "down": nn.Linear(6, WIDTH), "odd": nn.Linear(3, 5)}
@@ -172,17 +179,262 @@ def test_refusals() -> None:
 # ---- beside torch's FSDP2 ----
 
 
-def _fully_shard(kind: str) -> None:
-    """torch copies a part of a parameter only on ranks that have one: none may be left waiting."""
-    if kind == "fewer rows than ranks":
-        mesh = mesh_of((4,))
-        fully_shard(parallelize_module(nn.Linear(4, 3), mesh, ColwiseParallel()), mesh=mesh)
-    mesh = mesh_of((2, 2), ("dp", "tp"))
-    plan: Any = {"down": RowwiseParallel()} if kind == "half" else {"up": ColwiseParallel()}
-    fully_shard(parallelize_module(seeded(MLP), mesh["tp"], plan), mesh=mesh["dp"])
-
-
 @pytest.mark.parametrize("kind", ["all", "half", "fewer rows than ranks"])
-def test_fully_shard_names_shard_parameters(ranks: ThreadWorlds, kind: str) -> None:
+@on_ranks
+def test_fully_shard_is_refused_in_favour_of_shard_parameters(kind: str) -> None:
+    """torch copies a shard of a parameter only on ranks that have one, so all ranks must raise."""
+    module, mesh = seeded(MLP), mesh_of((2, 2), ("dp", "tp"))
+    plan: Any = {"down": RowwiseParallel()} if kind == "half" else {"up": ColwiseParallel()}
+    tensor_parallel, data_parallel = mesh["tp"], mesh["dp"]
+    if kind == "fewer rows than ranks":
+        module, plan = nn.Linear(4, 3), ColwiseParallel()
+        tensor_parallel = data_parallel = mesh_of((4,))
+    parallelize_module(module, tensor_parallel, plan)
     message = r"fully_shard got the parameter float32\[.*with dtbench_core\.parallel\.shard_parameters"
-    ranks.refuse(_fully_shard, kind, message=message)
+    with pytest.raises(Exception, match=message):
+        fully_shard(module, mesh=data_parallel)
+
+
+# ---- sequences of lengths that the ranks do not divide ----
+
+
+N = 4
+R, S1 = Replicate(), Shard(1)
+ALONG: dict[str, Any] = {"input_layouts": S1}
+PLAIN_BLOCK: dict[str, Any] = {
+    "norm1": SequenceParallel(use_local_output=True),
+    "norm2": SequenceParallel(use_local_output=True),
+    "attention": PrepareModuleInput(input_layouts=S1, desired_input_layouts=R, use_local_output=True),
+    **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+    "attention.wo": RowwiseParallel(output_layouts=S1),
+    "mlp.up": ColwiseParallel(input_layouts=S1),
+    "mlp.down": RowwiseParallel(output_layouts=S1),
+}
+
+
+def _sequence(length: int) -> Tensor:
+    return torch.randn((2, length, WIDTH), generator=torch.Generator().manual_seed(length))
+
+
+def _chunk(whole: Tensor, mesh: Any, dim: int = 1) -> Tensor:
+    return distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None).to_local().clone()
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, all of whose modules hand plain parts to each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [batch, sequence] -> [batch, sequence, VOCAB]
+        return self.head(self.blocks(self.embed(tokens)))
+
+
+NET = {
+    "embed": RowwiseParallel(input_layouts=R, output_layouts=S1),
+    **{f"blocks.{i}.{name}": style for i in range(2) for name, style in PLAIN_BLOCK.items()},
+    "head": ColwiseParallel(input_layouts=S1, output_layouts=R),
+}
+
+
+def _same_step(
+    plain: nn.Module, parallel: nn.Module, whole: Tensor, part: Tensor, mesh: Any, gathered: bool
+) -> None:
+    """One forward and backward pass, whose output is whole on every rank, or this rank's part."""
+    for model in (plain, parallel):
+        model.zero_grad()
+    expected = plain(whole)
+    got = parallel(part)
+    assert not isinstance(got, DTensor)
+    weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
+    if gathered:
+        torch.testing.assert_close(got, expected)
+        (got * weights).sum().backward()
+    else:
+        torch.testing.assert_close(got, _chunk(expected.detach(), mesh))
+        (got * _chunk(weights, mesh)).sum().backward()
+    (expected * weights).sum().backward()
+    assert_same_parameters(parallel, plain)
+
+
+@pytest.mark.parametrize("lengths", [(7, 5, 8, 6), (8, 7, 8, 1)])
+@on_gloo_ranks
+def test_embedded_sequences_of_any_length(lengths: tuple[int, ...]) -> None:
+    mesh = mesh_of((N,))
+    plain, parallel = seeded(Net), seeded(Net)
+    parallelize_module(parallel, mesh, NET)
+    for length in lengths:
+        tokens = torch.randint(0, VOCAB, (2, length), generator=torch.Generator().manual_seed(length))
+        _same_step(plain, parallel, tokens, tokens, mesh, gathered=True)
+
+
+@pytest.mark.parametrize("lengths", [(7, 5, 8, 6), (8, 7, 8, 5)])
+@on_ranks
+def test_chunks_of_sequences_of_any_length(lengths: tuple[int, ...]) -> None:
+    mesh = mesh_of((N,))
+    plain, parallel = seeded(Block), seeded(Block)
+    parallelize_module(parallel, mesh, PLAIN_BLOCK)
+    for length in lengths:
+        whole = _sequence(length)
+        _same_step(plain, parallel, whole, _chunk(whole, mesh), mesh, gathered=False)
+
+
+def _asked(model: nn.Module, *inputs: Tensor) -> int:
+    """The collectives of a forward pass that are not there when DTensors are between the modules."""
+    with torch.no_grad(), count_collectives() as count:
+        model(*inputs)
+    return sum(count.calls.values())
+
+
+@on_ranks
+def test_even_lengths_are_exchanged_once() -> None:
+    mesh, tokens = mesh_of((N,)), torch.arange(16).view(2, 8) % VOCAB
+    parallel = parallelize_module(seeded(Net), mesh, NET)
+    first, again, third = (_asked(parallel, tokens) for _ in range(3))
+    inputs_read = 4 * 2 + 1
+    assert first - again == inputs_read and again == third
+    # One gather and one scatter of each half of a block, of the embedding's terms and of the head.
+    assert again == 2 * 2 * 2 + 1 + 2
+    uneven = _asked(parallel, tokens[:, :7])
+    assert uneven == again + inputs_read
+
+
+@on_ranks
+def test_lengths_of_inputs_from_outside_are_exchanged_each_time() -> None:
+    mesh = mesh_of((N,))
+    parallel = parallelize_module(seeded(Block), mesh, PLAIN_BLOCK)
+    part = _chunk(_sequence(8), mesh)
+    first, again, third = (_asked(parallel, part) for _ in range(3))
+    assert first - again == 3 and again == third == 4 + 1
+
+
+class Cross(nn.Module):
+    """A step of a decoder that reads the parts of an encoder's output each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.query = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.keys, self.queries = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def decode(self, memory: Tensor, query: Tensor) -> Tensor:
+        return self.queries(self.query(query)) @ self.keys(memory).transpose(1, 2)
+
+    def forward(self, memory: Tensor, query: Tensor) -> Tensor:
+        return self.decode(self.memory(memory), query)
+
+
+@pytest.mark.parametrize(("memory", "query"), [(7, 8), (8, 7), (5, 7), (8, 4)])
+@on_ranks
+def test_two_sequences_of_different_lengths(memory: int, query: int) -> None:
+    mesh = mesh_of((N,))
+    plain, parallel = seeded(Cross), seeded(Cross)
+    norm, gather = (
+        SequenceParallel(use_local_output=True),
+        ColwiseParallel(input_layouts=S1, output_layouts=R),
+    )
+    parallelize_module(parallel, mesh, {"memory": norm, "query": norm, "keys": gather, "queries": gather})
+    wholes = [
+        (_sequence(memory), _sequence(query)),
+        (_sequence(memory), _sequence(8)),
+        (_sequence(8), _sequence(8)),
+        (_sequence(6), _sequence(8)),
+    ]
+    for pair in wholes:
+        with torch.no_grad():
+            parts = [_chunk(whole, mesh) for whole in pair]
+            torch.testing.assert_close(parallel(*parts), plain(*pair))
+            kept, expected = parallel.memory(parts[0]), plain.memory(pair[0])
+            for length in (8, 4, 8):
+                step = _sequence(length)
+                torch.testing.assert_close(
+                    parallel.decode(kept, _chunk(step, mesh)), plain.decode(expected, step)
+                )
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor, *, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, y + 1
+
+
+@on_ranks
+def test_inputs_and_outputs_of_any_length() -> None:
+    mesh = mesh_of((N,))
+    style = PrepareModuleInputOutput(
+        input_layouts=S1,
+        desired_input_layouts=R,
+        input_kwarg_layouts={"y": S1},
+        desired_input_kwarg_layouts={"y": S1},
+        use_local_input=True,
+        output_layouts=(R, S1),
+        desired_output_layouts=(S1, R),
+    )
+    module = parallelize_module(Pair(), mesh, style)
+    for length in (8, 7, 5, 2):
+        x, y = _sequence(length), _sequence(length + 1)
+        cut, gathered = module(_chunk(x, mesh), y=_chunk(y, mesh))
+        torch.testing.assert_close(cut, _chunk(x * 2, mesh))
+        torch.testing.assert_close(gathered, y + 1)
+    whole = PrepareModuleOutput(output_layouts=S1, desired_output_layouts=R)
+    alone = parallelize_module(nn.Identity(), mesh, whole)
+    for length in (4, 6):
+        torch.testing.assert_close(alone(_chunk(_sequence(length), mesh)), _sequence(length))
+
+
+@on_ranks
+def test_pairs_and_functions_read_parts_of_any_length() -> None:
+    mesh = mesh_of((N,))
+    make = lambda: nn.Sequential(nn.Linear(WIDTH, 6), nn.ReLU(), nn.Linear(6, WIDTH))  # noqa: E731
+    plain, parallel = seeded(make), seeded(make)
+    parallelize_module(parallel, mesh, PairwiseParallel(input_layouts=S1, output_layouts=S1))
+    for length in (8, 7, 5):
+        whole = _sequence(length)
+        torch.testing.assert_close(parallel(_chunk(whole, mesh)), _chunk(plain(whole).detach(), mesh))
+        read = make_input_shard_1d(_chunk(whole, mesh), mesh, 1)
+        assert read.shape == whole.shape
+        torch.testing.assert_close(read.full_tensor(), whole)
+
+
+@on_ranks
+def test_copied_module_exchanges_lengths_like_a_new_one() -> None:
+    mesh = mesh_of((N,))
+    parallel = parallelize_module(seeded(Block), mesh, PLAIN_BLOCK)
+    parallel(_chunk(_sequence(8), mesh))
+    plain, copied = seeded(Block), copy.deepcopy(parallel)
+    torch.testing.assert_close(copied(_chunk(_sequence(7), mesh)), _chunk(plain(_sequence(7)).detach(), mesh))
+
+
+@on_ranks
+def test_parts_that_are_not_chunks_are_refused_on_every_rank() -> None:
+    mesh = mesh_of((N,))
+    norm = parallelize_module(nn.LayerNorm(WIDTH), mesh, SequenceParallel(use_local_output=True))
+    message = (
+        r"tensor of shape \[2, 8, 8\].*expected parts as torch.chunk cuts it into 4 along dim 1: cut it with"
+    )
+    with pytest.raises(LayoutError, match=message):
+        norm(_sequence(8).split([3, 1, 3, 1], dim=1)[mesh.get_local_rank()])
+
+
+def _compiled(backend: str) -> str:
+    torch._dynamo.reset()
+    mesh = mesh_of((2,))
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    first = RowwiseParallel(input_layouts=R, output_layouts=S1)
+    norm, last = SequenceParallel(use_local_output=True), ColwiseParallel(input_layouts=S1, output_layouts=R)
+    parallel = parallelize_module(copy.deepcopy(net), mesh, {"0": first, "1": norm, "2": last})
+    step = compiled(parallel, backend=backend, fullgraph=True)
+    torch.testing.assert_close(step(_sequence(8)), net(_sequence(8)))
+    try:
+        step(_sequence(7))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+@needs_213("Dynamo takes no mesh into a graph")
+@quiet
+def test_uneven_parts_in_a_compiled_graph_are_refused_on_every_rank(request: pytest.FixtureRequest) -> None:
+    for message in ranks_for(request, "aot_eager")(_compiled, "aot_eager", world_size=2, timeout_s=240.0):
+        assert "that a compiled graph made of shards of different lengths" in message

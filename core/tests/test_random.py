@@ -1,4 +1,4 @@
-"""Generators that are kept in step, seeds, and generators that the caller brings."""
+"""Random ops on DTensors: synchronized generators, seeds, given generators, numbers that differ between ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch import nn
 
-from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
-from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor
-from dtbench_core.layout import in_step, random
+from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor, rand
+from dtbench_core.layout import in_step
+from dtbench_core.layout import rng as random
+from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
 
-S0, R = Shard(0), Replicate()
+S0, R, S1 = Shard(0), Replicate(), Shard(1)
 
 
 def _drawn_in_a_graph() -> list[torch.Tensor]:
@@ -58,14 +61,14 @@ def test_generator_of_the_caller(placements: list[Any]) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("seed", (0, -1, 2**63, 2**64 - 1))
 @on_ranks
-def test_every_seed() -> None:
+def test_manual_seed_takes_every_64_bit_seed(seed: Any) -> None:
     mesh = mesh_of((4,))
     x = distribute_tensor(torch.ones(5), mesh, [S0], src_data_rank=None)
-    for seed in (0, -1, 2**63, 2**64 - 1):
-        random.manual_seed(seed, mesh)
-        expected = torch.rand(5, generator=torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(torch.rand_like(x).full_tensor(), expected, rtol=0, atol=0)
+    random.manual_seed(seed, mesh)
+    expected = torch.rand(5, generator=torch.Generator().manual_seed(seed))
+    torch.testing.assert_close(torch.rand_like(x).full_tensor(), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +81,7 @@ def test_every_seed() -> None:
     ids=str,
 )
 @on_ranks
-def test_seeds_that_are_refused(seeds: list[Any], message: str) -> None:
+def test_different_seeds_are_refused(seeds: list[Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         random.manual_seed(seeds[dist.get_rank()], mesh_of((4,)))
 
@@ -110,21 +113,23 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
             assert torch.equal(torch.rand(1), after), f"{name} {placed}"
 
 
+@pytest.mark.parametrize(
+    ("shape", "placements"), (((4,), [S0]), ((4,), [Shard(1)]), ((2, 2), [S0, R]), ((2, 2), [R, R]))
+)
 @on_ranks
-def test_dropout_is_differentiated_as_on_one_device() -> None:
+def test_dropout_is_differentiated_as_on_one_device(shape: Any, placements: Any) -> None:
     """Its values, gradient and second gradient."""
     values = torch.arange(1.0, 41.0).view(5, 8).sin()
-    for shape, placements in (((4,), [S0]), ((4,), [Shard(1)]), ((2, 2), [S0, R]), ((2, 2), [R, R])):
-        mesh = mesh_of(shape)
-        results = []
-        for x in (values.clone(), distribute_tensor(values, mesh, placements, src_data_rank=None)):
-            x.requires_grad_()
-            random.manual_seed(7, mesh)
-            out = F.dropout(x, 0.3)
-            (first,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
-            (second,) = torch.autograd.grad(first.sum(), x)
-            results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (out, first, second)])
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    mesh = mesh_of(shape)
+    results = []
+    for x in (values.clone(), distribute_tensor(values, mesh, placements, src_data_rank=None)):
+        x.requires_grad_()
+        random.manual_seed(7, mesh)
+        out = F.dropout(x, 0.3)
+        (first,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (out, first, second)])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 
 @on_gloo_ranks
@@ -143,7 +148,7 @@ def test_cuda_generator_is_compared_by_seed_and_offset() -> None:
 
 
 def _replicas(placements: list[Any], shape: tuple[int, ...] = (2, 2)) -> DTensor:
-    """A tensor of which the mesh's ranks drew before, so that they know each other's generators."""
+    """Returns a tensor after a first draw, in which the ranks of the mesh have compared their generators."""
     mesh = mesh_of(shape)
     random.manual_seed(11, mesh)
     x = distribute_tensor(torch.ones(8, 3), mesh, placements, src_data_rank=None)
@@ -152,14 +157,14 @@ def _replicas(placements: list[Any], shape: tuple[int, ...] = (2, 2)) -> DTensor
 
 
 def _draws_after(seed: int, count: int = 2) -> torch.Tensor:
-    """What the last of so many draws of one device gives."""
+    """Returns the last of `count` draws of one device."""
     torch.manual_seed(seed)
     return [torch.rand(8, 3) for _ in range(count)][-1]
 
 
 @contextmanager
 def _impatient() -> Iterator[list[warnings.WarningMessage]]:
-    """Ranks wait for each other for a fifth of a second; gives the warnings."""
+    """Lets ranks wait for each other for 0.2 s only; yields the warnings."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         patch.setattr(in_step, "PATIENCE_S", 0.2)
@@ -168,7 +173,7 @@ def _impatient() -> Iterator[list[warnings.WarningMessage]]:
 
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0], [S0, S0], [Shard(1), S0]], ids=str)
 @on_gloo_ranks
-def test_ranks_that_stay_in_step_draw_as_one_device_and_send_nothing(placements: list[Any]) -> None:
+def test_synchronized_ranks_draw_as_one_device_without_communication(placements: list[Any]) -> None:
     x = _replicas(placements)
     with comm.count_collectives() as sent:
         got = [F.dropout(x), torch.rand_like(x), x.clone().normal_()]
@@ -188,9 +193,7 @@ def test_ranks_that_stay_in_step_draw_as_one_device_and_send_nothing(placements:
 @pytest.mark.parametrize("movers", [[0], [3], [0, 1], [1, 2, 3]], ids=str)
 @pytest.mark.parametrize("way", ["draw", "seed"])
 @on_gloo_ranks
-def test_ranks_that_move_without_the_others_are_brought_back(
-    placements: list[Any], movers: list[int], way: str
-) -> None:
+def test_ranks_that_draw_alone_are_resynchronized(placements: list[Any], movers: list[int], way: str) -> None:
     x = _replicas(placements)
     moves = dist.get_rank() in movers
     with _impatient() as warned:
@@ -212,7 +215,7 @@ def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
     ("placements", "leaders", "parts"),
     [([R, R], [0] * 4, [(0, 1)] * 4), ([S0, R], [0, 0, 2, 2], "0011"), ([R, S0], [0, 1, 0, 1], "0101")],
 )
-def test_ranks_that_move_differently_follow_the_first(
+def test_differently_seeded_ranks_follow_the_first(
     ranks: ThreadWorlds, placements: list[Any], leaders: list[int], parts: Any
 ) -> None:
     """parts: which half of what one device draws each rank has; of replicas both."""
@@ -224,7 +227,7 @@ def test_ranks_that_move_differently_follow_the_first(
 
 
 def _mixed_draws(seeds: list[int]) -> list[list[torch.Tensor]]:
-    """Draws of two meshes of the same ranks and of a sub-mesh, after ranks moved in one way and another."""
+    """Draws on two meshes of the same ranks and on a sub-mesh, after each rank has seeded its generator."""
     grid, line = mesh_of((2, 2), ("dp", "tp")), mesh_of((4,))
     random.manual_seed(11, grid)
     drawn = []
@@ -270,7 +273,7 @@ def test_replicas_of_several_meshes_stay_equal(ranks: ThreadWorlds, seeds: list[
 
 
 @on_ranks
-def test_checkpoint_draws_again_what_it_drew() -> None:
+def test_checkpoint_repeats_its_draws() -> None:
     x = _replicas([S0, R]).requires_grad_()
     out = torch.utils.checkpoint.checkpoint(lambda t: F.dropout(t) + F.dropout(t), x, use_reentrant=False)
     out.sum().backward()
@@ -278,7 +281,7 @@ def test_checkpoint_draws_again_what_it_drew() -> None:
 
 
 @on_gloo_ranks
-def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
+def test_captured_draw_reads_no_generator_and_sends_nothing() -> None:
     """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
     x = _replicas([R, R])
     info = x._spec.info
@@ -292,3 +295,117 @@ def test_a_captured_draw_asks_no_generator_and_sends_nothing() -> None:
         torch.rand_like(x)
         torch.rand_like(x)
     assert sent.calls == {"all_reduce": 2}  # along both mesh dims, once: nobody knows what a replay draws
+
+
+# ---- random numbers that differ between ranks ----
+
+
+def _drawn_by(seed: int, *shape: int) -> Any:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _local_tensors_of_all_ranks(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
+    """What each rank of a 1-D mesh holds."""
+    gathered = DTensor.from_local(local.contiguous(), mesh, [S0]).full_tensor()
+    return list(gathered.chunk(mesh.size()))
+
+
+@contextmanager
+def _different_draws(mesh: Any) -> Iterator[Any]:
+    """Lets the ranks of a mesh draw different numbers, from the seed 1234; yields the switch."""
+    rng = tensor_parallel_rng(mesh)
+    rng.manual_seed(1234)
+    rng.enabled = True
+    try:
+        yield rng
+    finally:
+        rng.enabled = False
+
+
+@on_worlds
+def test_tensor_parallel_rng_is_off_until_enabled() -> None:
+    mesh = mesh_of((4,), ("tp",))
+    module = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+    rng = tensor_parallel_rng(mesh)
+    assert rng is tensor_parallel_rng(mesh) and (rng.enabled, rng.base_seed) == (False, 1234)
+    # Off: what one device draws, DTensor or plain.
+    random.manual_seed(5, mesh)
+    whole = rand(8, 3, device_mesh=mesh, placements=[S0]).full_tensor()
+    with rng.region():
+        plain = torch.rand(2)
+    one = torch.Generator().manual_seed(5)
+    torch.testing.assert_close(whole, torch.rand(8, 3, generator=one))
+    torch.testing.assert_close(plain, torch.rand(2, generator=one))
+
+    with _different_draws(mesh):
+        before = torch.get_rng_state()
+        sharded = rand(8, 3, device_mesh=mesh, placements=[S0])
+        replicated = rand(5, device_mesh=mesh, placements=[R])
+        again = torch.empty_like(sharded).uniform_()
+        for rank, (first, second) in enumerate(
+            zip(*(t.full_tensor().chunk(4) for t in (sharded, again)), strict=True)
+        ):
+            drawn = torch.Generator().manual_seed(1234 + 2718 + rank)
+            torch.testing.assert_close(first, torch.rand(2, 3, generator=drawn))
+            torch.testing.assert_close(second, torch.rand(2, 3, generator=drawn))
+        torch.testing.assert_close(replicated.full_tensor(), _drawn_by(1234, 5))
+        rng.manual_seed(77)
+        torch.testing.assert_close(rand(5, device_mesh=mesh).full_tensor(), _drawn_by(77, 5))
+        # The caller's generator goes first, and the default one is left alone.
+        own = sharded.normal_(generator=torch.Generator().manual_seed(9))
+        torch.testing.assert_close(
+            own.full_tensor(), torch.zeros(8, 3).normal_(generator=torch.Generator().manual_seed(9))
+        )
+        assert torch.equal(before, torch.get_rng_state())
+        # A module's weights: another part on every rank, replicas alike.
+        nn.init.uniform_(module.weight)
+        parts = module.weight.full_tensor().chunk(4)
+        assert all(not torch.equal(parts[0], part) for part in parts[1:])
+        bias = parallelize_module(nn.Linear(8, 8), mesh, RowwiseParallel()).bias
+        nn.init.uniform_(bias)
+        assert all(
+            torch.equal(bias.to_local(), one) for one in _local_tensors_of_all_ranks(bias.to_local(), mesh)
+        )
+    assert not random.regions.get() and not rng.enabled
+
+
+@on_worlds
+def test_regions_of_plain_tensors_draw_differently_on_every_rank() -> None:
+    """Dropout between two layers: another mask on every rank inside a region, and the same after."""
+    mesh = mesh_of((4,), ("tp",))
+    with _different_draws(mesh) as rng:
+        torch.manual_seed(3)
+        with rng.region():
+            first = F.dropout(torch.ones(1, 64))
+            with rng.region([R]):
+                same_on_all = F.dropout(torch.ones(1, 64))
+        outside = F.dropout(torch.ones(1, 64))
+        with rng.region():
+            second = F.dropout(torch.ones(1, 64))
+        masks = [*_local_tensors_of_all_ranks(first, mesh), *_local_tensors_of_all_ranks(second, mesh)]
+        assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 8
+        for same in (same_on_all, outside):
+            assert (
+                len({tuple(mask.flatten().tolist()) for mask in _local_tensors_of_all_ranks(same, mesh)}) == 1
+            )
+        torch.manual_seed(3)
+        torch.testing.assert_close(outside, F.dropout(torch.ones(1, 64)))
+        # DTensors have streams of their own: the plain tensors' draws are not drawn again.
+        sharded = F.dropout(distribute_tensor(torch.ones(4, 64), mesh, [S0], src_data_rank=None))
+        assert not any(torch.equal(row, mask) for row in sharded.full_tensor().split(1) for mask in masks)
+
+
+@on_worlds
+def test_each_shard_of_a_2d_mesh_is_drawn_once() -> None:
+    """Every part of a tensor on a 2x2 mesh is drawn once, whatever the sharding, uneven and empty parts too."""
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    with _different_draws(mesh):
+        drawn = []
+        for placements in ([R, R], [S0, R], [R, S0], [S0, S0], [S0, S1], [S1, S0]):
+            whole = rand(4, 4, device_mesh=mesh, placements=placements).full_tensor()
+            assert len(set(whole.flatten().tolist())) == 16
+            drawn += whole.flatten().tolist()
+        # [S0, S0], [S0, S1] and [S1, S0] go on with the streams of the four parts; nothing repeats.
+        assert len(set(drawn)) == len(drawn)
+        uneven = rand(3, 5, device_mesh=mesh, placements=[S0, S0])  # the last rank has no row
+        assert len(set(uneven.full_tensor().flatten().tolist())) == 15

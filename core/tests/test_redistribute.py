@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from core.tests.gloo_world import REDUCES_PRODUCTS, WORLD_SIZE, mesh_of, on_ranks, on_worlds
-from core.tests.local_world import AnyWorlds, ThreadWorlds
+from core.tests.local_world import ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE, torch
 from core.tests.operations import counted
 from core.tests.test_ops import place
@@ -63,9 +63,9 @@ def test_plan_takes_the_cheapest_path(mesh: DeviceMesh) -> None:
     assert _steps(mesh, (P, P), (R, S0)) == ["1:P>S(0)", "0:P>R"]
 
 
-def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
-    for pending in (P, Partial("product"), Partial("bxor")):
-        assert _steps(mesh, (R, S0), (R, pending)) == ["1:S(0)>R", f"1:R>{pending}"]
+@pytest.mark.parametrize("pending", (P, Partial("product"), Partial("bxor")))
+def test_shard_becomes_partial_by_way_of_replicate(mesh: DeviceMesh, pending: Any) -> None:
+    assert _steps(mesh, (R, S0), (R, pending)) == ["1:S(0)>R", f"1:R>{pending}"]
 
 
 # ---- on ranks ----
@@ -73,11 +73,22 @@ def test_a_shard_becomes_terms_by_way_of_replicas(mesh: DeviceMesh) -> None:
 SHAPES = [(5, 7), (1, 3), (0, 4)]
 
 
-def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "dtype"),
+    [
+        *(((2, WORLD_SIZE // 2), shape, torch.float64) for shape in SHAPES),
+        *(
+            ((WORLD_SIZE,), (5, 7), getattr(torch, name))
+            for name in ("bool", "int64", "bfloat16", "complex64")
+        ),
+    ],
+    ids=str,
+)
+@on_worlds
+def test_every_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
     device_mesh = mesh_of(mesh_shape)
     full = (torch.arange(torch.Size(shape).numel()).reshape(shape) % 7).to(dtype)
-    partial = dtype.is_floating_point
-    kinds: list[Placement] = [R, S0, S1, *([P] if partial else [])]
+    kinds: list[Placement] = [R, S0, S1, *([P] if dtype.is_floating_point else [])]
     for src, dst in itertools.product(itertools.product(kinds, repeat=len(mesh_shape)), repeat=2):
         if any(d == P and s != P for s, d in zip(src, dst, strict=True)):
             continue
@@ -88,18 +99,8 @@ def _move_all(mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.
         assert torch.equal(moved.full_tensor(), full) and moved.placements == dst, (src, dst)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_transition_moves_the_right_data(worlds: AnyWorlds, shape: Any) -> None:
-    worlds(_move_all, (2, WORLD_SIZE // 2), shape, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64], ids=str)
-def test_every_dtype_moves(worlds: AnyWorlds, dtype: torch.dtype) -> None:
-    worlds(_move_all, (WORLD_SIZE,), (5, 7), dtype)
-
-
 @on_worlds
-def test_bits_of_terms_are_combined() -> None:
+def test_bitwise_partials_are_reduced() -> None:
     terms = torch.stack([torch.tensor([1.0, 2.0, 3.0]) + r for r in range(WORLD_SIZE)])
     bits = {"band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
     for (op, combine), dtype in itertools.product(bits.items(), (torch.int64, torch.uint8, torch.bool)):
@@ -186,13 +187,9 @@ def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst
     kept = local.clone()
     moved = run_route(local, cheapest_route(spec, dst))
     torch.testing.assert_close(moved, _held(full, mesh, dst), rtol=1e-7, atol=1e-9)
-    own = moved.is_contiguous() and not _shares(moved, local)
-    assert src == dst or own, "the result is a tensor of its own"
+    shared = moved.numel() > 0 and moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    assert src == dst or (moved.is_contiguous() and not shared), "the result owns its memory"
     assert torch.equal(local, kept), "the input was written to"
-
-
-def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @st.composite
@@ -246,20 +243,17 @@ def test_any_gradient(ranks: ThreadWorlds, case: Any) -> None:
     _on_mesh(ranks, _in_gradient, mesh_shape, full, src, dst)
 
 
-def _conjugated(mesh_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """Tensors whose conjugation is pending, which memory does not show."""
-    mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
+@pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
+@on_ranks
+def test_pending_conjugations_are_moved(shape: tuple[int, ...]) -> None:
+    """Memory does not show a pending conjugation."""
+    mesh = init_device_mesh(DEVICE_TYPE, (4,))
     full = torch.randn(shape, dtype=torch.complex128, generator=torch.Generator().manual_seed(2))
     for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
         spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
         moved = run_route(_held(full, mesh, (src,)).conj(), cheapest_route(spec, (dst,)))
         want = _held(full.conj().resolve_conj(), mesh, (dst,))
         assert torch.allclose(moved, want), (src, dst)
-
-
-@pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
-def test_pending_conjugations_arrive(ranks: ThreadWorlds, shape: Any) -> None:
-    _on_mesh(ranks, _conjugated, (4,), shape)
 
 
 # ---- dtypes that transports cannot reduce ----
@@ -306,7 +300,7 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
         ("bor", torch.float32, "only defined for integers and booleans"),
     ],
 )
-def test_reductions_that_a_dtype_does_not_have(
+def test_undefined_reductions_are_refused(
     mesh: DeviceMesh, op: str, dtype: torch.dtype, message: str
 ) -> None:
     spec = DTensorSpec.of(mesh, (R, Partial(op)), (4,), (1,), dtype)
@@ -317,9 +311,9 @@ def test_reductions_that_a_dtype_does_not_have(
 # ---- plans as values ----
 
 
-def _predicted(mesh_shape: tuple[int, ...]) -> None:
-    """The bytes and collectives that a plan expects are those that are counted."""
-    mesh, full = init_device_mesh(DEVICE_TYPE, mesh_shape), torch.ones(16, 8)
+@on_ranks(world_size=8)
+def test_plan_predicts_bytes_and_collectives() -> None:
+    mesh, full = init_device_mesh(DEVICE_TYPE, (2, 4)), torch.ones(16, 8)
     for src, dst in itertools.product(
         itertools.product((R, P, S0, S1), repeat=2), itertools.product((R, S0, S1), repeat=2)
     ):
@@ -331,11 +325,7 @@ def _predicted(mesh_shape: tuple[int, ...]) -> None:
         assert count.calls == calls and sum(count.bytes.values()) == route.nbytes, route
 
 
-def test_a_plan_expects_what_is_counted(ranks: ThreadWorlds) -> None:
-    _on_mesh(ranks, _predicted, (2, 4))
-
-
-def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:
+def test_mesh_may_first_be_used_under_a_fake_tensor_mode(mesh: DeviceMesh) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     fresh = init_device_mesh(DEVICE_TYPE, (4, 2), mesh_dim_names=("first", "seen"))
@@ -348,7 +338,7 @@ def test_a_mesh_may_be_first_seen_under_a_fake_tensor_mode(mesh: DeviceMesh) -> 
 
 
 @pytest.mark.parametrize("dst", [R, S1])
-def test_move_from_strided_shards_makes_its_index_once(mesh: DeviceMesh, dst: Placement) -> None:
+def test_index_of_strided_shards_is_cached(mesh: DeviceMesh, dst: Placement) -> None:
     tensor = DTensor.from_local(
         torch.ones(8, 4), init_device_mesh(DEVICE_TYPE, (8,)), [StridedShard(0, 2)], run_check=False
     )

@@ -1,4 +1,7 @@
-"""Whole state dicts of models and optimizers: gathered, sent by rank 0, loaded; ours, torch's, and files of both."""
+"""Full state dicts of models and optimizers: gathered, broadcast by rank 0, loaded; by functions of core and torch.
+
+Also checkpoints that are exchanged between the core's DTensors and torch's.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ KINDS = ("tp", "tp and dp", "mixed")
 
 
 def _model(kind: str, seed: int = 0) -> nn.Module:
-    """Plain parameters beside DTensors; all of them on two mesh dims; one placement of each kind."""
+    """Returns a model with plain parameters beside DTensors, on two mesh dims, or with mixed placements."""
     torch.manual_seed(seed)
     model = nn.ModuleDict({"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
     plan: dict[str, Any] = {f"block.{name}": ColwiseParallel() for name in COLUMNS}
@@ -96,33 +99,29 @@ def _leaves(state: Any) -> list[torch.Tensor]:
 # ---- ours ----
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks
-def test_whole_states_there_and_back() -> None:
-    for kind in KINDS:
-        model, optimizer = _trained(kind)
-        for one in (model, optimizer):
-            state = one.state_dict()
-            full = full_state_dict(state)
-            assert not any(isinstance(t, DTensor) for t in _leaves(full)), kind
-            _same(full, state, kind)
-            alone = full_state_dict(state, cpu_offload=True, rank0_only=True)
-            assert bool(alone) == (dist.get_rank() == 0)
-            if alone:
-                _same(alone, full, kind)
-        fresh, other = _trained(kind, seed=1)
-        for one, source in ((fresh, model), (other, optimizer)):
-            full = full_state_dict(source.state_dict(), cpu_offload=True, rank0_only=True)
-            placed = sharded_state_dict(full, one.state_dict(), broadcast_from_rank0=True)
-            one.load_state_dict(placed)
-            _same(one.state_dict(), source.state_dict(), kind)
-        _same(sharded_state_dict(full_state_dict(model.state_dict()), fresh.state_dict()), model.state_dict())
-        assert [p.placements for p in fresh.parameters() if isinstance(p, DTensor)] == [
-            p.placements for p in model.parameters() if isinstance(p, DTensor)
-        ]
-
-
-def _loaded(full: Any, like: Any) -> None:
-    sharded_state_dict(full if dist.get_rank() == 0 else None, like, broadcast_from_rank0=True)
+def test_full_states_round_trip(kind: Any) -> None:
+    model, optimizer = _trained(kind)
+    for one in (model, optimizer):
+        state = one.state_dict()
+        full = full_state_dict(state)
+        assert not any(isinstance(t, DTensor) for t in _leaves(full)), kind
+        _same(full, state, kind)
+        alone = full_state_dict(state, cpu_offload=True, rank0_only=True)
+        assert bool(alone) == (dist.get_rank() == 0)
+        if alone:
+            _same(alone, full, kind)
+    fresh, other = _trained(kind, seed=1)
+    for one, source in ((fresh, model), (other, optimizer)):
+        full = full_state_dict(source.state_dict(), cpu_offload=True, rank0_only=True)
+        placed = sharded_state_dict(full, one.state_dict(), broadcast_from_rank0=True)
+        one.load_state_dict(placed)
+        _same(one.state_dict(), source.state_dict(), kind)
+    _same(sharded_state_dict(full_state_dict(model.state_dict()), fresh.state_dict()), model.state_dict())
+    assert [p.placements for p in fresh.parameters() if isinstance(p, DTensor)] == [
+        p.placements for p in model.parameters() if isinstance(p, DTensor)
+    ]
 
 
 ONES = torch.ones(2)
@@ -143,10 +142,10 @@ ONES = torch.ones(2)
         ),
     ],
 )
-def test_other_states_are_refused_on_every_rank(
-    ranks: ThreadWorlds, full: Any, like: Any, message: str
-) -> None:
-    ranks.refuse(_loaded, full, like, message=message)
+@on_ranks
+def test_other_states_are_refused_on_every_rank(full: Any, like: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        sharded_state_dict(full if dist.get_rank() == 0 else None, like, broadcast_from_rank0=True)
 
 
 # ---- torch.distributed.checkpoint.state_dict ----
@@ -154,7 +153,7 @@ def test_other_states_are_refused_on_every_rank(
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks
-def test_torchs_functions_get_whole_states(kind: str) -> None:
+def test_torchs_functions_get_full_states(kind: str) -> None:
     model, optimizer = _trained(kind)
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
@@ -172,7 +171,7 @@ def test_torchs_functions_get_whole_states(kind: str) -> None:
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @on_gloo_ranks
-def test_torchs_functions_load_whole_states(kind: str, broadcast: bool) -> None:
+def test_torchs_functions_load_full_states(kind: str, broadcast: bool) -> None:
     model, optimizer = _trained(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
     state = get_model_state_dict(model, options=options)
@@ -240,7 +239,7 @@ def test_states_of_frozen_parameters_are_sent_by_rank_0(target: str) -> None:
 def _keep_states(
     kind: str, optimizer: str, full: bool, offload: bool, broadcast: bool, flat: bool, target: str
 ) -> None:
-    """Into an optimizer that has taken no step, or whose own parameters are partly frozen or without a state."""
+    """Loads an optimizer's state into one that is new, or whose parameters are partly frozen or without a state."""
     make = OPTIMIZERS[optimizer]
     model, optim = _partly_trained(kind, make)
     options = StateDictOptions(full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flat)
@@ -276,35 +275,24 @@ def _keep_states(
                 assert held[moment].placements == parameter.placements
 
 
-def _without_a_state() -> None:
+@on_ranks
+def test_parameter_without_a_saved_state_needs_strict_false() -> None:
     model, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
+    fresh, other = _trained("tp", seed=1)
+    before = {parameter: dict(state) for parameter, state in other.state.items()}
     options = StateDictOptions(full_state_dict=True)
     saved = get_optimizer_state_dict(model, optim, options=options)
-    fresh, other = _trained("tp", seed=1)
-    before = {parameter: dict(held) for parameter, held in other.state.items()}
-    try:
+    message = r"Missing optimizer state for parameter 'block\.\S+'.*strict=False"
+    with pytest.raises(Exception, match=message):
         set_optimizer_state_dict(fresh, other, saved, options=options)
-    finally:
-        assert before == {parameter: dict(held) for parameter, held in other.state.items()}
-
-
-def test_parameter_without_a_saved_state_is_refused_by_name(ranks: ThreadWorlds) -> None:
-    ranks.refuse(
-        _without_a_state, message=r"Missing optimizer state for parameter 'block\.\S+'.*strict=False"
-    )
-
-
-@on_ranks
-def test_parameter_without_a_saved_state_is_left_without_one_if_asked() -> None:
-    model, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
+    assert before == {parameter: dict(state) for parameter, state in other.state.items()}
     saved = get_optimizer_state_dict(model, optim)
-    fresh, other = _trained("tp", seed=1)
     set_optimizer_state_dict(fresh, other, saved, options=StateDictOptions(strict=False))
     _same(other.state_dict(), optim.state_dict())
 
 
 @on_ranks
-def test_states_that_only_one_of_two_has_are_refused_by_name() -> None:
+def test_states_with_other_keys_are_refused() -> None:
     _, optim = _partly_trained("tp", OPTIMIZERS["AdamW"])
     full, like = full_state_dict(optim.state_dict()), _trained("tp")[1].state_dict()
     for one, other in ((full, like), (full_state_dict(like), optim.state_dict())):
@@ -315,7 +303,7 @@ def test_states_that_only_one_of_two_has_are_refused_by_name() -> None:
 @pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
 @pytest.mark.filterwarnings("ignore:Multiple backends are registered with this ProcessGroup")
 @on_gloo_ranks
-def test_a_whole_state_is_loaded_into_a_model_on_meta() -> None:
+def test_full_state_is_loaded_into_a_model_on_meta() -> None:
     mesh = mesh_of((4,))
     source = seeded(nn.Linear, 6, 8)
     with torch.device("meta"):
@@ -329,7 +317,7 @@ def test_a_whole_state_is_loaded_into_a_model_on_meta() -> None:
 
 
 @on_gloo_ranks
-def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
+def test_torchs_functions_still_handle_torchs_dtensors() -> None:
     mesh = mesh_of((4,))
     model = seeded(nn.Linear, 6, 8)
     source = copy.deepcopy(model.state_dict())
@@ -348,7 +336,7 @@ def test_torchs_own_tensors_are_gathered_and_spread_as_before() -> None:
 
 
 @on_ranks
-def test_files_of_either_class_are_read_by_the_other(tmp_path: Path) -> None:
+def test_checkpoints_are_exchanged_with_torchs_dtensors(tmp_path: Path) -> None:
     full = torch.arange(35.0).reshape(7, 5)
     layouts = [
         ((4,), [Shard(0)]),
@@ -378,7 +366,7 @@ def _save(path: str) -> None:
 
 
 def _load_smaller(path: str) -> None:
-    """On two ranks what four have saved."""
+    """Loads on two ranks what four ranks have saved."""
     mesh = mesh_of((2,), ("tp",))
     torch.manual_seed(1)
     model = nn.ModuleDict({"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
@@ -396,12 +384,12 @@ def _load_smaller(path: str) -> None:
     _same(got, steps)
 
 
-def test_a_smaller_world_loads_what_was_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
+def test_checkpoint_loads_on_fewer_ranks(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save, str(tmp_path))
     ranks(_load_smaller, str(tmp_path), world_size=2)
 
 
 @on_ranks
-def test_terms_are_gathered_as_their_sum() -> None:
+def test_full_state_of_a_partial_is_its_sum() -> None:
     terms = DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])
     assert full_state_dict({"x": terms})["x"].tolist() == [4.0] * 3

@@ -1,4 +1,4 @@
-"""Which stream uses which memory when, as on CUDA with NCCL; see streams.py. No GPU takes part."""
+"""Order of the streams that use a piece of memory, as on CUDA with NCCL but without a GPU; see streams.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KIB = 2**-10  # in MiB
 # --- the recorder ----------------------------------------------------------------------------------
 
 
-def test_a_read_must_wait_for_the_event_of_a_write() -> None:
+def test_recorder_detects_a_read_that_does_not_wait_for_a_write() -> None:
     with recorded_streams() as streams:
         x = torch.ones(4)
         written = streams.event()
@@ -43,7 +43,7 @@ def test_a_read_must_wait_for_the_event_of_a_write() -> None:
         x.add_(y)
 
 
-def test_memory_is_not_given_away_while_another_stream_uses_it() -> None:
+def test_recorder_detects_memory_that_is_reused_too_early() -> None:
     with recorded_streams() as streams:
         x = torch.ones(4)
         written = streams.event()
@@ -57,74 +57,48 @@ def test_memory_is_not_given_away_while_another_stream_uses_it() -> None:
 
 # --- the bucketer ----------------------------------------------------------------------------------
 
-INPUTS = st.lists(
-    st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16])), max_size=12
-)
-
-
-@settings(max_examples=60)
-@given(
-    INPUTS, st.sampled_from([0, 0.25, 1, 1000]), st.booleans(), st.sampled_from(["sum", "avg"]), st.booleans()
-)
-def test_a_bucketer_orders_its_streams(
-    inputs: list[tuple[int, torch.dtype]], cap_kib: float, hold: bool, op: Any, listed: bool
-) -> None:
-    dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
-    try:
-        with recorded_streams():
-            bucketer = ReduceScatterBucketer(cap_kib * KIB, op=op, hold_inputs=hold, check_ranks="never")
-            results: list[Tensor] = []
-            for _ in range(2):
-                for numel, dtype in inputs:
-                    whole = [torch.ones(numel, dtype=dtype) for _ in range(4)]
-                    handed: Any = whole if listed else torch.cat(whole)
-                    bucketer.reduce_scatter_async(handed, dist.group.WORLD, lambda r: results.append(r * 2))
-                    if not hold:
-                        for tensor in whole if listed else [handed]:
-                            tensor.fill_(7)  # the caller may reuse its tensors at once
-                    del whole, handed
-                bucketer.flush()
-            assert len(results) == 2 * len(inputs)
-            for result in results:
-                result.add_(1)
-            bucketer.teardown()
-            torch.ones(4)
-    finally:
-        dist.destroy_process_group()
-
 
 STREAMS = st.sampled_from(["main", "side", "third"])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 
-@settings(max_examples=80)
+@settings(max_examples=100)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), STREAMS), max_size=12),
+    st.lists(st.tuples(st.integers(0, 40), DTYPES, STREAMS), max_size=12),
     st.sampled_from([0, 0.25, 1, 1000]),
+    st.sampled_from(["sum", "avg"]),
     st.booleans(),
     st.booleans(),
     STREAMS,
 )
 def test_bucketer_orders_inputs_of_several_streams(
-    inputs: list[tuple[int, str]], cap_kib: float, hold: bool, listed: bool, flushing: str
+    inputs: list[tuple[int, torch.dtype, str]],
+    cap_kib: float,
+    op: Any,
+    hold: bool,
+    listed: bool,
+    flushing: str,
 ) -> None:
-    """Each result is read and freed on the stream of its callback, each input where it was made."""
+    """Reads and frees each result on the stream of its callback, and frees each input on its own stream."""
     dist.init_process_group("fake", rank=1, world_size=4, store=dist.HashStore())
     try:
         with recorded_streams() as streams, pytest.MonkeyPatch.context() as patch:
             patch.setattr(bucket, "FIRST_ELEMENTS", 8)  # rows grow
-            bucketer = ReduceScatterBucketer(cap_kib * KIB, hold_inputs=hold, check_ranks="never")
+            bucketer = ReduceScatterBucketer(cap_kib * KIB, op=op, hold_inputs=hold, check_ranks="never")
+            called: list[int] = []
             for _ in range(2):
-                for numel, stream in inputs:
+                for numel, dtype, stream in inputs:
                     with streams.on(stream):
-                        shards = [torch.ones(numel) for _ in range(4)]
-                        handed: Any = shards if listed else torch.cat(shards)
-                        bucketer.reduce_scatter_async(handed, dist.group.WORLD, lambda result: result.mul_(2))
-                        if not hold:
-                            for tensor in shards if listed else [handed]:
-                                tensor.fill_(7)
-                        del shards, handed
+                        shards = [torch.ones(numel, dtype=dtype) for _ in range(4)]
+                        given: Any = shards if listed else torch.cat(shards)
+                        callback = lambda result: called.append(result.mul_(2).numel())  # noqa: E731
+                        bucketer.reduce_scatter_async(given, dist.group.WORLD, callback)
+                        for tensor in [] if hold else shards if listed else [given]:
+                            tensor.fill_(7)  # a tensor that is not held may be reused immediately
+                        del shards, given
                 with streams.on(flushing):
                     bucketer.flush()
+            assert sorted(called) == sorted(2 * [numel for numel, _, _ in inputs])
             with streams.on("main"):
                 bucketer.teardown()
                 torch.ones(4)
@@ -179,7 +153,7 @@ def test_streams_of_one_capture_wait_for_each_other(group: dist.ProcessGroup) ->
         streams.capturing = False
 
 
-def test_first_round_of_a_checking_bucketer_is_refused_in_a_capture(
+def test_check_of_ranks_is_refused_in_a_capture(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda _group: "nccl")  # a fake group is never checked
@@ -198,7 +172,7 @@ def test_first_round_of_a_checking_bucketer_is_refused_in_a_capture(
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_comm_tensor_waits_before_its_first_use(fake_world: Any, name: str) -> None:
+def test_comm_tensor_waits_before_its_first_use(fake_world: Any, name: str) -> None:
     fake_world(4)
     with recorded_streams() as streams:
         outs = PROGRAMS[name](torch.ones(8), CommTensor)
@@ -210,7 +184,7 @@ def test_a_comm_tensor_waits_before_its_first_use(fake_world: Any, name: str) ->
 
 
 @pytest.mark.parametrize("completed", [False, True])
-def test_a_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, completed: bool) -> None:
+def test_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, completed: bool) -> None:
     with recorded_streams() as streams:
         x = CommTensor(torch.ones(4))
         dist.all_reduce(x, async_op=True)
@@ -225,7 +199,7 @@ def test_a_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, co
         assert "in flight" not in repr(x * 1) and not x._memory.writing
 
 
-def test_a_handle_that_never_says_that_it_is_done(group: dist.ProcessGroup) -> None:
+def test_works_that_never_report_completion_are_waited_for(group: dist.ProcessGroup) -> None:
     """As those of gloo's reduce-scatters."""
     with recorded_streams() as streams:
         x = CommTensor(torch.ones(4))
@@ -236,7 +210,7 @@ def test_a_handle_that_never_says_that_it_is_done(group: dist.ProcessGroup) -> N
         assert not x._memory.writing
 
 
-def test_what_was_waited_for_in_a_capture_is_over_after_it(group: dist.ProcessGroup) -> None:
+def test_wait_in_a_capture_holds_after_it(group: dist.ProcessGroup) -> None:
     with recorded_streams() as streams:
         x = CommTensor(torch.ones(4))
         streams.capturing = True
@@ -251,7 +225,7 @@ def test_what_was_waited_for_in_a_capture_is_over_after_it(group: dist.ProcessGr
         assert not x._memory.writing and streams.log.count("wait") == 1
 
 
-def test_a_write_waits_on_each_stream_for_collectives_that_read(group: dist.ProcessGroup) -> None:
+def test_write_waits_for_collectives_that_read_on_other_streams(group: dist.ProcessGroup) -> None:
     with recorded_streams() as streams:
         out, x = CommTensor(torch.ones(32)), CommTensor(torch.ones(4))
         all_gather_single(out, x, async_op=True)
@@ -275,7 +249,7 @@ def test_no_event_is_queried_in_a_capture(group: dist.ProcessGroup) -> None:
         assert streams.log.count("wait") == 3
 
 
-def test_what_is_issued_in_an_nccl_group_is_waited_for_after_its_end(group: dist.ProcessGroup) -> None:
+def test_collectives_of_an_nccl_group_are_waited_for_after_its_end(group: dist.ProcessGroup) -> None:
     with recorded_streams() as streams:
         bucketer = ReduceScatterBucketer(1, check_ranks="never")
         with streams.nccl_group():
@@ -290,7 +264,7 @@ def test_what_is_issued_in_an_nccl_group_is_waited_for_after_its_end(group: dist
 
 
 @pytest.mark.parametrize("hold", [False, True])
-def test_a_communicator_that_the_watchdog_aborts(group: dist.ProcessGroup, hold: bool) -> None:
+def test_aborted_communicator_drops_one_bucket(group: dist.ProcessGroup, hold: bool) -> None:
     with recorded_streams() as streams:
         bucketer = ReduceScatterBucketer(64 * 4 / 2**20, hold_inputs=hold, check_ranks="never")
         called: list[Tensor] = []
@@ -308,7 +282,7 @@ def test_a_communicator_that_the_watchdog_aborts(group: dist.ProcessGroup, hold:
         assert bucketer.counters.held_bytes == 0
 
 
-def test_an_error_that_comes_with_the_wait_is_the_readers(group: dist.ProcessGroup) -> None:
+def test_error_of_a_wait_is_raised_by_the_reader(group: dist.ProcessGroup) -> None:
     with recorded_streams() as streams:
         x = CommTensor(torch.ones(4))
         dist.all_reduce(x, async_op=True)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.tensor as theirs
+import torch.distributed.tensor.debug
+import torch.distributed.tensor.experimental
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
 import dtbench_core
+import dtbench_core as ours
+from core.tests.torch_version import needs_213
+from dtbench_core import Partial, Replicate, Shard, _public
+from dtbench_core.layout.placement import chunk_extent, chunk_lengths, local_extents, splits_evenly
 
 FOLDER = Path(dtbench_core.__file__).parent
 FILES = {str(path.relative_to(FOLDER)): path for path in sorted(FOLDER.rglob("*.py"))}
@@ -63,3 +79,128 @@ def test_a_tensor_is_made_on_a_device_that_is_named(name: str) -> None:
     for node in factories:
         if ast.unparse(node.func.value) == "torch":
             assert {"device", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)
+
+
+# ---- names and parameters of torch ----
+
+
+MODULES: dict[str, tuple[Any, Any]] = {
+    "tensor": (theirs, ours),
+    "experimental": (torch.distributed.tensor.experimental, ours),
+    "debug": (torch.distributed.tensor.debug, ours),
+}
+# What the core does not have, and why.
+LEFT_OUT = {
+    "context_parallel": "attention over a sharded sequence has no place in the core",
+    "CommDebugMode": "count_collectives() counts calls and bytes",
+}
+# Parameters that newer releases of torch have and the core does not.
+PARAMETERS_LEFT_OUT = {
+    # Marks tensors for a checker of torch's, an extra package that knows its DTensor alone.
+    ("local_map", "spmd_types")
+}
+
+
+def _names() -> list[tuple[str, str]]:
+    return [(module, name) for module, (public, _) in MODULES.items() for name in public.__all__]
+
+
+def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    """(name, kind, default) of every parameter, without `self` and without the annotations; those that are given by
+    name alone in the order of their names."""
+    listed = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    listed.sort(key=lambda p: p.name if p.kind is p.KEYWORD_ONLY else "")
+    return [(p.name, p.kind, p.default) for p in listed]
+
+
+@needs_213("functions lack parameters")
+@pytest.mark.parametrize(("module", "name"), _names())
+def test_every_public_name(module: str, name: str) -> None:
+    public, core = MODULES[module]
+    if name in LEFT_OUT and not hasattr(core, name):
+        return
+    assert hasattr(core, name), f"{name} is neither there nor in LEFT_OUT"
+    if not inspect.isclass(getattr(public, name)):
+        wanted = [p for p in _parameters(getattr(public, name)) if (name, p[0]) not in PARAMETERS_LEFT_OUT]
+        assert _parameters(getattr(core, name)) == wanted
+
+
+@needs_213("functions lack parameters")
+def test_methods_and_properties() -> None:
+    for name in ("from_local", "to_local", "redistribute", "full_tensor"):
+        assert _parameters(getattr(ours.DTensor, name)) == _parameters(getattr(theirs.DTensor, name)), name
+    for name in ("device_mesh", "placements"):
+        for kind in (theirs.DTensor, ours.DTensor):
+            assert isinstance(inspect.getattr_static(kind, name), property), (kind, name)
+    mine = _parameters(ours.ExplicitRedistributionContext.__init__)
+    assert mine == _parameters(ExplicitRedistributionContext.__init__)
+
+
+# ---- placements and public names ----
+
+
+sizes = st.integers(0, 40)
+parts = st.integers(1, 9)
+
+
+@given(sizes, parts)
+def test_chunks_are_those_of_torch(size: int, count: int) -> None:
+    """torch.chunk leaves out empty chunks at the end; here they are empty."""
+    wanted = [c.numel() for c in torch.arange(size).chunk(count)] if size else []
+    wanted += [0] * (count - len(wanted))
+    assert chunk_lengths(size, count) == wanted
+    offsets = [chunk_extent(size, count, index)[1] for index in range(count)]
+    assert offsets == [min(size, sum(wanted[:index])) for index in range(count)]
+
+
+@given(
+    st.tuples(sizes, sizes), st.lists(st.sampled_from(["R", "P", 0, 1]), min_size=1, max_size=3), st.data()
+)
+def test_local_extents_cut_like_nested_chunks(
+    shape: tuple[int, int], kinds: list[object], data: st.DataObject
+) -> None:
+    placements = tuple(
+        Shard(k) if isinstance(k, int) else Replicate() if k == "R" else Partial() for k in kinds
+    )
+    mesh = tuple(data.draw(st.integers(1, 4)) for _ in placements)
+    coordinate = tuple(data.draw(st.integers(0, n - 1)) for n in mesh)
+    full = torch.arange(shape[0] * shape[1]).reshape(shape)
+    held = full
+    for placement, count, index in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, Shard):
+            length, offset = chunk_extent(held.size(placement.dim), count, index)
+            held = held.narrow(placement.dim, offset, length)
+    local_shape, offset = local_extents(shape, placements, mesh, coordinate)
+    assert tuple(held.shape) == local_shape
+    if held.numel():
+        assert int(held[0, 0]) == offset[0] * shape[1] + offset[1]
+
+
+def test_splits_evenly() -> None:
+    assert splits_evenly(8, 0, (Shard(0), Shard(0)), (2, 4))
+    assert not splits_evenly(4, 0, (Shard(0), Shard(0)), (2, 4))
+    assert splits_evenly(5, 0, (Shard(1), Replicate()), (2, 4))
+
+
+def test_every_public_name_exists_and_says_what_it_is() -> None:
+    assert sorted(dtbench_core.__all__) == dtbench_core.__all__
+    assert set(dtbench_core.__all__) == {name for name in vars(_public) if not name.startswith("_")}
+    assert set(dtbench_core.__all__) <= set(dir(dtbench_core))
+    assert len(dtbench_core.__all__) > 40
+    assert [name for name in dtbench_core.__all__ if not getattr(dtbench_core, name).__doc__] == []
+    with pytest.raises(AttributeError, match="'dtbench_core' has no attribute 'Tensor'"):
+        getattr(dtbench_core, "Tensor")  # noqa: B009
+
+
+PRICES = """
+import sys, dtbench_core
+from dtbench_core.cost import curve, prices, ring, topology
+assert "torch" not in sys.modules and "DTensor" in dir(dtbench_core)
+assert "torch" not in sys.modules and dtbench_core.cost.ring is ring
+from dtbench_core.layout import placement
+assert placement.Shard is dtbench_core.Shard
+"""
+
+
+def test_prices_are_read_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", PRICES], check=True, timeout=120)

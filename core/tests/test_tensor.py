@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +13,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
 from torch import nn
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as torchs_extents
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import dtbench_core
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.local_world import AnyWorlds
+from core.tests.placing import place
 from dtbench_core import (
     CoreError,
     DTensor,
     FallbackWarning,
+    LayoutError,
     Partial,
+    Placement,
+    PlacementError,
     Replicate,
     Shard,
     StridedShard,
+    compute_local_shape_and_global_offset,
     count_collectives,
     distribute_module,
     distribute_tensor,
@@ -34,7 +42,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import BITWISE, REDUCE_OPS
 from dtbench_core.simulate import rank_map
 
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+R, P, S0, S1, S = Replicate(), Partial(), Shard(0), Shard(1), Shard
 
 
 def _source_rank(src: int | None) -> torch.Tensor:
@@ -156,23 +164,23 @@ def test_placements_of_torch_are_understood() -> None:
     assert add(tensor, tensor).placements == (S0,)
 
 
+@pytest.mark.parametrize("placement", (S0, S1, R, P))
 @on_ranks
-def test_nothing_is_sent_of_tensors_on_the_meta_device() -> None:
+def test_nothing_is_sent_of_tensors_on_the_meta_device(placement: Any) -> None:
     """On a rank whose shard is empty, too."""
-    for placement in (S0, S1, R, P):
-        tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
-        with count_collectives() as count:
-            result = (
-                tensor.softmax(0),
-                tensor @ tensor.t(),
-                tensor.sum(),
-                tensor.redistribute(placements=[S1]),
-            )
-            assert {one.to_local().device.type for one in result} == {"meta"}
-            assert tensor.full_tensor().shape == (5, 3)
-        assert not count.calls
-        filled = torch.empty_like(tensor, device="cpu")
-        assert filled.to_local().device.type == "cpu" and filled.to("meta").to_local().is_meta
+    tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
+    with count_collectives() as count:
+        result = (
+            tensor.softmax(0),
+            tensor @ tensor.t(),
+            tensor.sum(),
+            tensor.redistribute(placements=[S1]),
+        )
+        assert {one.to_local().device.type for one in result} == {"meta"}
+        assert tensor.full_tensor().shape == (5, 3)
+    assert not count.calls
+    filled = torch.empty_like(tensor, device="cpu")
+    assert filled.to_local().device.type == "cpu" and filled.to("meta").to_local().is_meta
 
 
 # ---- mistakes: the same one-line error of our own on every rank, before anything is sent ----
@@ -278,3 +286,196 @@ def test_values_for_python_and_numpy() -> None:
     whole = x.redistribute(placements=[Replicate()])
     assert whole.numpy().tolist() == full.tolist()
     assert torch.equal(x.to(torch.float8_e4m3fn).to(torch.float32).full_tensor(), full)
+
+
+# ---- use like that of plain tensors ----
+
+
+@on_ranks
+def test_checked_replicas_agree_in_everything() -> None:
+    mesh, rank = mesh_of((4,)), dist.get_rank()
+    different = [
+        torch.ones(2, requires_grad=rank == 0),
+        torch.ones(2, 3) if rank else torch.ones(3, 2).t(),
+        torch.ones(2, dtype=torch.float64 if rank == 1 else torch.float32),
+    ]
+    for local in different:
+        with pytest.raises(LayoutError, match="differ between ranks"):
+            DTensor.from_local(local, mesh, [R], run_check=True)
+    assert DTensor.from_local(torch.ones(2, requires_grad=True), mesh, [R], run_check=True).requires_grad
+
+
+class _Two(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2 + grads[1] * 3
+
+
+@on_ranks
+def test_functions_whose_outputs_are_not_all_used() -> None:
+    """Autograd gives plain zeros for the others."""
+    mesh, full = mesh_of((4,)), torch.arange(15.0).view(5, 3)
+    for placed in (S(0), R, P):
+        for used in (0, 1):
+            x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
+            _Two.apply(x)[used].sum().backward()
+            assert x.grad is not None and torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0 + used))
+    local = torch.ones(2, requires_grad=True)
+    y = DTensor.from_local(local * 1, mesh, [S(0)])
+    y.eq_(y).sum().backward()  # zeros of autograd's own
+    assert local.grad is not None and not local.grad.any()
+
+
+def _through_a_file(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, _through_a_file], ids=["copied", "saved"])
+@on_ranks
+def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
+    def written(x: torch.Tensor, names: str) -> list[torch.Tensor]:
+        held = {"x": x, "v": x[1:4], "t": x.t()[:, 2:], "w": x[1:4][1]}
+        held["x"].add_(1)
+        duplicates = duplicate({name: held[name] for name in names})
+        duplicates["x"][2].zero_()
+        duplicates["v"].mul_(2)
+        duplicates["t"].add_(1)
+        duplicates["w"][0].sub_(5)
+        held["v"].fill_(9)  # which none of the duplicates has
+        return [duplicates[name] for name in sorted(names)]
+
+    values = torch.arange(20.0).view(10, 2)
+    for names in ("xvtw", "vxwt", "twvx"):
+        wanted = written(values.clone(), names)
+        for placed in (S(0), R, S(1)):
+            for full, got in zip(wanted, written(place(values.clone(), placed), names), strict=True):
+                assert isinstance(got, DTensor) and got.storage_offset() == full.storage_offset()
+                assert torch.equal(got.full_tensor(), full), (placed, names)
+
+
+@on_ranks
+def test_a_copied_view_of_an_expanded_tensor() -> None:
+    """It is read as it should be; which of its elements a write would leave in the base is not known."""
+    x = place(torch.arange(2.0), S(0))
+    seen = x.expand(2, 2).diagonal()
+    with pytest.raises(PlacementError, match="the write would be lost"):
+        seen.fill_(2)
+    x.add_(1)
+    assert seen.full_tensor().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("shape", ((5, 3), (8, 4), (1, 1)))
+@on_ranks
+def test_names_of_torch(shape: Any) -> None:
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    assert S.local_shard_size_and_offset(10, 4, 3) == (1, 9) and S.local_shard_size_and_offset(5, 4, 3) == (
+        0,
+        5,
+    )
+    theirs = torch.distributed.tensor
+    for dims in ((0, 1), (0, 0), (1, 0)):
+        ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
+        assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
+
+
+# ---- factories ----
+
+
+LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((4,), [R]),
+    ((4,), [S0]),
+    ((4,), [Shard(-1)]),
+    ((2, 2), [S0, S1]),
+    ((2, 2), [S0, S0]),
+    ((2, 2), [R, S1]),
+]
+
+
+@pytest.mark.parametrize("name", ["ones", "zeros", "full", "rand", "randn"])
+@pytest.mark.parametrize(("shape", "dtype"), [((8, 4), None), ((5, 3), torch.float64), ((0, 3), None)])
+@on_ranks
+def test_factories_give_the_values_of_one_device(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
+    size = (shape, 2.5) if name == "full" else shape
+    torch.manual_seed(7)
+    expected = getattr(torch, name)(*size, dtype=dtype)
+    for mesh, placements in LAYOUTS:
+        torch.manual_seed(7)
+        dtensor: DTensor = getattr(dtbench_core, name)(
+            *size, dtype=dtype, requires_grad=True, device_mesh=mesh_of(mesh), placements=placements
+        )
+        assert dtensor.is_leaf and dtensor.requires_grad
+        assert dtensor.to_local().shape == dtensor._spec.local_shape, placements
+        assert dtensor.dtype == expected.dtype and torch.equal(dtensor.full_tensor(), expected), placements
+
+
+@pytest.mark.parametrize("name", ["linspace", "logspace"])
+@pytest.mark.parametrize(
+    ("ends", "options"),
+    [
+        ((0.1, 3.7, 7), {}),
+        ((-2.0, 5.0, 13), {"dtype": torch.float64}),
+        ((3, 0, 5), {"dtype": torch.int64}),
+        ((0.0, 1.0, 0), {}),
+        ((0.0, 1.0 + 2.0j, 6), {}),
+        ((torch.tensor(0.5), torch.tensor(2.0), 6), {}),
+    ],
+)
+@on_ranks
+def test_spaced_values_are_those_of_one_device(name: str, ends: Any, options: dict[str, Any]) -> None:
+    want = getattr(torch, name)(*ends, **options)
+    for mesh, placements in LAYOUTS:
+        if S1 in placements:
+            continue
+        dtensor: DTensor = getattr(dtbench_core, name)(
+            *ends, **options, device_mesh=mesh_of(mesh), placements=placements
+        )
+        assert dtensor.dtype == want.dtype and torch.equal(dtensor.full_tensor(), want), placements
+    with pytest.raises(CoreError, match=rf"{name} got an end of shape \(2,\), expected a number"):
+        getattr(dtbench_core, name)(torch.ones(2), 1.0, 3, device_mesh=mesh_of((4,)))
+
+
+@on_ranks
+def test_empty() -> None:
+    dtensor = dtbench_core.empty((5, 3), dtype=torch.int64, device_mesh=mesh_of((4,)), placements=[S0])
+    assert (dtensor.shape, dtensor.dtype, dtensor.stride()) == ((5, 3), torch.int64, (3, 1))
+    assert dtensor.to_local().shape == ((2, 2, 1, 0)[dist.get_rank()], 3)
+
+
+@on_ranks
+def test_sizes_are_given_as_in_torch() -> None:
+    with mesh_of((4,)):
+        for size in ((2, 3), ((2, 3),), ([2, 3],), (torch.Size((2, 3)),), ((),)):
+            dtensor, want = dtbench_core.ones(*size), torch.ones(*size)
+            assert (dtensor.shape, dtensor.dtype, dtensor.placements) == (want.shape, want.dtype, (R,)), size
+        assert dtbench_core.ones().shape == ()
+        for size, value, dtype in ((4, True, torch.bool), ((4,), 1 + 2j, torch.complex64)):
+            dtensor = dtbench_core.full(size, value)
+            assert (dtensor.shape, dtensor.dtype, dtensor.placements) == ((4,), dtype, (R,)), value
+
+
+FACTORY_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "size": ({"size": (2, -1)}, r"got the size \(2, -1\), expected ints >= 0"),
+    "layout": ({"layout": torch.sparse_coo}, "expected torch.strided"),
+    "partial": ({"placements": [Partial()]}, "expected Shard or Replicate"),
+    "too many": ({"placements": [S0, S0]}, "got 2 placements"),
+    "dim": ({"placements": [Shard(2)]}, r"got Shard\(2\) for a tensor of 2 dims"),
+    "no mesh": ({"device_mesh": None}, "no mesh is current"),
+}
+
+
+@pytest.mark.parametrize("name", FACTORY_MISTAKES)
+@on_ranks
+def test_mistakes_in_factories(name: str) -> None:
+    wrong, message = FACTORY_MISTAKES[name]
+    options = {"size": (2, 3), "device_mesh": mesh_of((4,)), **wrong}
+    with pytest.raises(CoreError, match=message):
+        dtbench_core.zeros(options.pop("size"), **options)

@@ -1,4 +1,4 @@
-"""Simulated ranks: collectives against plain maths, what a hang looks like, and what is a rank's own."""
+"""Ranks simulated by threads: collectives against plain arithmetic, reports of hangs, separate state per rank."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtbench_core as core
-from dtbench_core import torch_compat
+from core.tests.test_local_tensor import RANKS, held
+from dtbench_core import comm, torch_compat
 from dtbench_core.errors import SimulationError
-from dtbench_core.simulate import ThreadWorld, per_rank, rank_map, run_ranks
+from dtbench_core.runtime import initial_values, using_values
+from dtbench_core.simulate import LocalTensorMode, ThreadWorld, per_rank, rank_map, run_ranks
 from dtbench_core.simulate.threads import diverged
 
 N = 4
@@ -30,7 +33,7 @@ def world() -> Iterator[ThreadWorld]:
 
 
 def _mine(rank: int, *shape: int) -> torch.Tensor:
-    """What `rank` puts in: differs by rank, and every rank can tell what the others have."""
+    """Returns the input of `rank`, which any rank can compute. Inputs differ between ranks."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank))
 
 
@@ -45,7 +48,7 @@ EachRank = Callable[[Callable[[], Any]], list[Any]]
 
 @pytest.fixture(params=["threads", "local"])
 def each_rank(request: pytest.FixtureRequest) -> EachRank:
-    """Runs a function as each rank, in a ThreadWorld and in a LocalTensorMode: what it gives, by rank."""
+    """Runs a function as each rank, in a ThreadWorld or in a LocalTensorMode; returns its results by rank."""
     if request.param == "threads":
         return request.getfixturevalue("world").run
     request.getfixturevalue("mode")
@@ -53,7 +56,7 @@ def each_rank(request: pytest.FixtureRequest) -> EachRank:
 
 
 def as_each_rank(body: Callable[[], None]) -> Callable[[EachRank], None]:
-    """A test: the body as each rank, in both ways."""
+    """Decorator of a test that each rank executes, in a ThreadWorld and in a LocalTensorMode."""
 
     def test(each_rank: EachRank) -> None:
         each_rank(body)
@@ -62,7 +65,7 @@ def as_each_rank(body: Callable[[], None]) -> Callable[[EachRank], None]:
 
 
 def on_threads(body: Callable[[], None]) -> Callable[[ThreadWorld], None]:
-    """A test: the body as each rank of a ThreadWorld."""
+    """Decorator of a test that each rank of a ThreadWorld executes."""
 
     def test(world: ThreadWorld) -> None:
         world.run(body)
@@ -185,7 +188,7 @@ def test_functional_collectives() -> None:
 
 
 @on_threads
-def test_collectives_may_be_issued_now_and_waited_for_later() -> None:
+def test_asynchronous_collectives_are_waited_for_later() -> None:
     me = dist.get_rank()
     groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
     first, second = _mine(me, 3), _mine(me, 2)
@@ -237,7 +240,7 @@ def test_64_ranks() -> None:
 # ---- ranks that go apart ----
 
 
-def test_a_hang_is_told_and_the_world_goes_on(world: ThreadWorld) -> None:
+def test_hang_is_reported_and_the_world_remains_usable(world: ThreadWorld) -> None:
     def body() -> None:
         x = torch.ones(3, 2)
         dist.all_reduce(x)
@@ -295,13 +298,13 @@ OTHERS: dict[str, Callable[[], object]] = {
         ),
     ],
 )
-def test_ranks_that_go_apart_are_named(world: ThreadWorld, body: Callable[[], object], message: str) -> None:
+def test_diverging_ranks_are_named(world: ThreadWorld, body: Callable[[], object], message: str) -> None:
     with pytest.raises(SimulationError, match=message):
         world.run(body)
     assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
-def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
+def test_swallowed_stop_is_still_reported(world: ThreadWorld) -> None:
     def body() -> str:
         if dist.get_rank() == 1:
             return "left"
@@ -323,7 +326,7 @@ def test_a_swallowed_stop_still_counts(world: ThreadWorld) -> None:
 # ---- what is a rank's own ----
 
 
-def test_each_rank_draws_from_a_generator_of_its_own(world: ThreadWorld) -> None:
+def test_each_rank_has_its_own_generator(world: ThreadWorld) -> None:
     def body() -> list[float]:
         drawn = []
         for _ in range(3):
@@ -331,11 +334,8 @@ def test_each_rank_draws_from_a_generator_of_its_own(world: ThreadWorld) -> None
             dist.barrier()  # others draw here
         return drawn
 
-    torch.manual_seed(7)
-    before = torch.get_rng_state()
-    got = world.run(body)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert got == [[float(torch.rand(())) for _ in range(3)]] * N
+    torch.manual_seed(7)  # the draws of the ranks do not advance this generator
+    assert world.run(body) == [[float(torch.rand(())) for _ in range(3)]] * N
 
     def seeded() -> float:
         torch.manual_seed(dist.get_rank())
@@ -360,7 +360,7 @@ def test_collectives_of_inference_tensors_and_of_leaves() -> None:
 # ---- living with the process ----
 
 
-def test_the_process_keeps_its_own_group() -> None:
+def test_process_keeps_its_own_process_group() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -388,7 +388,7 @@ def test_threads_end_with_their_world() -> None:
     world.close()
 
 
-def test_threads_end_one_after_another() -> None:
+def test_threads_end_one_at_a_time() -> None:
     """What torch keeps of a compilation per thread may be freed by one thread at a time: freeing it takes a lock, and
     runs Python with it."""
     kept, events = threading.local(), list[tuple[str, int]]()
@@ -403,3 +403,103 @@ def test_threads_end_one_after_another() -> None:
         world.run(lambda: setattr(kept, "value", OfThread()))
     assert [what for what, _ in events] == ["begins", "ends"] * 3
     assert len({thread for _, thread in events}) == 3
+
+
+# ---- simulated ranks on a CUDA device that is not there ----
+
+
+@pytest.fixture
+def cuda_generator(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
+    """The default generator of a CUDA device that is not there."""
+    generator = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    return generator
+
+
+def test_each_rank_has_its_own_cuda_generator(world: ThreadWorld, cuda_generator: torch.Generator) -> None:
+    def body() -> list[float]:
+        cuda_generator.manual_seed(dist.get_rank())
+        drawn = []
+        for _ in range(3):
+            drawn.append(float(torch.rand((), generator=cuda_generator)))
+            dist.barrier()  # others draw here
+        return drawn
+
+    before = cuda_generator.get_state()
+    got = world.run(body)
+    assert torch.equal(cuda_generator.get_state(), before)
+    for rank in range(N):
+        alone = torch.Generator().manual_seed(rank)
+        assert got[rank] == [float(torch.rand((), generator=alone)) for _ in range(3)]
+
+
+def test_backend_of_simulated_ranks_includes_cuda(world: ThreadWorld) -> None:
+    def devices() -> set[str]:
+        return set(dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend())).device_backend_map)
+
+    assert all({"cpu", "cuda"} <= named for named in world.run(devices))
+
+
+def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Generator) -> None:
+    """Seeding each rank seeds its CUDA generator, whose state it can ask and set."""
+
+    def states() -> list[list[int]]:
+        return held(rank_map(lambda rank: cuda_generator.get_state()))
+
+    with mode.disable():
+        want = [torch.Generator().manual_seed(rank).get_state().tolist() for rank in RANKS]
+    torch.manual_seed(dist.get_rank())
+    kept = torch.cuda.get_rng_state()
+    assert states() == held(kept) == want
+    rank_map(lambda rank: cuda_generator.manual_seed(5).initial_seed())
+    assert states() == [states()[0]] * len(RANKS) != want
+    torch.cuda.set_rng_state(kept)
+    assert states() == want
+
+
+def test_backward_stays_on_the_thread_of_a_rank(world: ThreadWorld) -> None:
+    """For a GPU autograd has a thread of its own, which is no rank's, unless it is told to use the caller's."""
+
+    def body() -> bool:
+        return torch._C._is_multithreading_enabled()
+
+    assert world.run(body) == [False] * N and body()
+
+
+def test_backward_of_local_tensors_stays_on_the_calling_thread(mode: LocalTensorMode) -> None:
+    assert not torch._C._is_multithreading_enabled()
+    with mode.disable():
+        assert not torch._C._is_multithreading_enabled()
+
+
+# ---- state that is separate for each rank ----
+
+
+R = TypeVar("R")
+
+
+def elsewhere(fn: Callable[[], R]) -> R:
+    """`fn` on a thread of its own."""
+    results: list[R] = []
+    thread = threading.Thread(target=lambda: results.append(fn()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_threads_without_a_rank_share_the_state_of_the_process() -> None:
+    """As autograd's threads do, on which a backward pass sends its gradients."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        group = dist.group.WORLD
+        with comm.count_collectives() as count:
+            elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
+        assert count.calls == {"all_reduce": 1} and count.bytes == {"all_reduce": 12}
+        with using_values(*initial_values()), comm.count_collectives() as apart:
+            elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
+        assert not apart.calls and count.calls == {"all_reduce": 1}
+    finally:
+        dist.destroy_process_group()

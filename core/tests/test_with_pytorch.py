@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from core.tests.coverage.judge import difference
-from core.tests.gloo_world import on_ranks
+from core.tests.gloo_world import on_ranks, on_worlds
 from core.tests.placing import full, place, sharded
-from dtbench_core import CoreError, Placement, Replicate, Shard
+from dtbench_core import (
+    CoreError,
+    DTensor,
+    MixedTensorError,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -37,7 +45,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Side:
-    """What a program makes its tensors with: plain ones, or DTensors on a mesh of four ranks."""
+    """Makes the tensors of a program: plain ones, or DTensors on a mesh of four ranks."""
 
     def __init__(self, distributed: bool) -> None:
         self.distributed = distributed
@@ -349,5 +357,146 @@ PROGRAMS = TRAINING | AUTOGRAD | MODULES | VALUES
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks
-def test_programs_do_as_on_plain_tensors(name: str) -> None:
+def test_programs_equal_those_on_plain_tensors(name: str) -> None:
     _assert_same(name, PROGRAMS[name])
+
+
+# ---- optimizers ----
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw with a tensor as step size": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+}
+STEP_FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+# ---- parameters of several kinds in one optimizer ----
+
+
+def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Plain parameters with gradients, and the same: of one mesh, of another, and plain ones."""
+    generator = torch.Generator().manual_seed(3)
+    plain, mixed = [], []
+    layouts: list[tuple[tuple[int, ...], list[Placement]] | None]
+    layouts = [((4,), [S0]), None, ((2, 2), [R, S1]), ((4,), [R]), None, ((2, 2), [S0, S1])]
+    for layout in layouts:
+        values = [torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
+        for parameters, here in ((plain, None), (mixed, layout)):
+            value, grad = (place(t, *here[1], mesh=here[0]) if here else t.clone() for t in values)
+            parameters.append(nn.Parameter(value))
+            parameters[-1].grad = grad
+    return plain, mixed
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"),
+    [
+        (optimizer, form)
+        for optimizer in OPTIMIZERS
+        for form in STEP_FORMS
+        if not (form == "foreach" and "tensor" in optimizer)  # torch expects a number
+    ],
+)
+@on_worlds
+def test_optimizers_of_plain_and_distributed_parameters(optimizer: str, form: str) -> None:
+    make, arguments = OPTIMIZERS[optimizer]
+    clips: list[dict[str, Any]] = [{}, {"norm_type": 1.0}, {"norm_type": float("inf")}]
+    for clip in clips if form == "default" else clips[:1]:
+        plain, mixed = _mixed()
+        norms = []
+        for parameters in (plain, mixed):
+            stepper = make(parameters, **arguments, **STEP_FORMS[form])
+            for _ in range(3):
+                norms.append(nn.utils.clip_grad_norm_(parameters, 0.5, **clip))
+                stepper.step()
+        for got, expected in zip(norms[3:], norms[:3], strict=True):
+            torch.testing.assert_close(full(got), expected)
+        for one, expected in zip(mixed, plain, strict=True):
+            assert isinstance(one.grad, DTensor) == isinstance(one, DTensor)
+            torch.testing.assert_close(full([one.detach(), one.grad]), [expected.detach(), expected.grad])
+
+
+@on_worlds
+def test_clipping_without_foreach_beside_plain_parameters() -> None:
+    """Of one mesh, which clipping without foreach asks for."""
+    these, those = ([parameters[i] for i in (0, 1, 3, 4)] for parameters in _mixed())
+    expected, got = (nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those))
+    torch.testing.assert_close(full(got), expected)
+    for one, plainly in zip(those, these, strict=True):
+        torch.testing.assert_close(full(one.grad), plainly.grad)
+    those[1].grad.fill_(float("nan"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(those, 0.3, error_if_nonfinite=True)
+
+
+@on_worlds
+def test_plain_tensor_is_scaled_by_a_distributed_scalar() -> None:
+    factor = place(torch.tensor(2.0), R)
+    written = torch.ones(3)
+    assert written.mul_(factor) is written and torch.equal(written, torch.full((3,), 2.0))
+    with pytest.raises(MixedTensorError, match=r"mul got a plain torch\.Tensor"):
+        torch.mul(torch.ones(3), factor)
+    _, (spread, plain, *_) = _mixed()
+    with pytest.raises(MixedTensorError, match=r"_foreach_add_ got a plain torch\.Tensor"):
+        torch._foreach_add_([spread.detach(), plain.detach()], [plain.detach(), spread.detach()])
+
+
+@on_worlds
+def test_optimizer_loads_a_state_of_plain_tensors() -> None:
+    values = torch.arange(20.0).view(5, 4)
+    plain = nn.Parameter(values.clone())
+    spread = nn.Parameter(place(values, S0))
+    first, second = (torch.optim.Adam([p], 0.1) for p in (plain, spread))
+    plain.sin().sum().backward()
+    first.step()
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    spread.detach().copy_(plain.detach())
+    for optimizer, p in ((first, plain), (second, spread)):
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+    assert isinstance(second.state[spread]["exp_avg"], DTensor)
+    torch.testing.assert_close(full(spread.detach()), plain.detach())
+
+
+@pytest.mark.parametrize(("sizes", "placed"), (((4,), [S0]), ((2, 2), [S0, R]), ((2, 2), [R, S0])))
+@on_ranks
+def test_gradients_are_unscaled(sizes: Any, placed: Any) -> None:
+    """Of DTensors of two meshes and plain tensors, by plain numbers and by ones that one rank of a mesh dim holds."""
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        return place(t, *placed, mesh=sizes)
+
+    for bad, plain_numbers in itertools.product((1.0, float("inf")), (False, True)):
+        outcomes = []
+        for put in (torch.clone, spread):
+            grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5)), torch.ones(3)]
+            if plain_numbers and put is spread:
+                grads.append(place(torch.ones(6, 5), S0, S1, mesh=(2, 2)))
+            elif plain_numbers:
+                grads.append(torch.ones(6, 5))
+            numbers = [torch.zeros(1), torch.full((1,), 0.5)]
+            infinite, scale = numbers if plain_numbers else map(put, numbers)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, infinite, scale)
+            outcomes.append([full(t) for t in (*grads, infinite)])
+        torch.testing.assert_close(*outcomes)
+
+
+@on_ranks
+def test_gradients_are_assigned_like_those_of_plain_parameters() -> None:
+    x = nn.Parameter(place(torch.ones(8, 2), S0))
+    (x * x).sum().backward()
+    assert isinstance(x.grad, DTensor) and bool((x.grad.full_tensor() == 2).all())
+    with pytest.raises(RuntimeError, match="size"):
+        x.grad = torch.ones(3)
+    x.grad = other = torch.zeros_like(x)
+    assert x.grad is other
+    del x.grad
+    assert x.grad is None

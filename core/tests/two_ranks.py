@@ -19,8 +19,8 @@ SKIPPED = {
     "*/test_bucketer.py::test_groups_have_separate_buckets": "two of its three groups have all ranks",
     "*/test_bucketer.py::test_dtensors_tensors_and_lists*": "its mesh has two dims of two ranks",
     "*/test_redistribute.py::test_any_*": "each example makes worlds and process groups of its own",
-    "*/test_redistribute.py::test_pending_conjugations*": "its mesh has four ranks",
-    "*/test_redistribute.py::test_a_plan_expects*": "its mesh has eight ranks",
+    "*/test_redistribute.py::test_pending_conjugations_are_moved*": "its mesh has four ranks",
+    "*/test_redistribute.py::test_plan_predicts*": "its mesh has eight ranks",
 }
 if BACKEND == "nccl":
     SKIPPED["*/test_parallel.py::test_index_outside*"] = "on CUDA an index outside a table ends the process"

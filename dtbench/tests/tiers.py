@@ -27,9 +27,7 @@ SLOW = {
     "dtbench/tests/test_api.py::test_*_in_ranks": "ranks that each import torch",
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
-    "suites/tests/test_examples.py::*": "the examples, as their users start them",
-    "suites/tests/test_compile_suite.py::*": "two ranks that compile",
-    "suites/tests/test_runs.py::*": "all suites on four ranks, and under torchrun and pytest",
+    "suites/tests/test_runs.py::*": "all suites and examples on ranks, under the command line, torchrun and pytest",
     "dtbench/tests/test_profile.py::test_two_ranks_are_told*": "ranks of a real profile",
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",

@@ -172,22 +172,22 @@ def test_redistributed_shapes_are_multiples_of_the_ranks(size: int, n: int):
         assert rows * cols * 4 > 0.9 * size
 
 
-def test_busy_cases_exist_on_gpus_only():
-    for quick in (False, True):
-        on_cpu = RunOptions((("tp", 2),), (), quick=quick)
-        assert not any(case.busy for case in dispatch.dispatch.cases(on_cpu))
-        busy = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
-        assert {case.name for case in busy} == dispatch.BUSY
-        assert {(case.params["call"], case.instrument) for case in busy} == {("busy", "busy")}
+@pytest.mark.parametrize("quick", (False, True))
+def test_busy_cases_exist_on_gpus_only(quick: bool):
+    on_cpu = RunOptions((("tp", 2),), (), quick=quick)
+    assert not any(case.busy for case in dispatch.dispatch.cases(on_cpu))
+    busy = [case for case in dispatch.dispatch.cases(replace(on_cpu, device_type="cuda")) if case.busy]
+    assert {case.name for case in busy} == dispatch.BUSY
+    assert {(case.params["call"], case.instrument) for case in busy} == {("busy", "busy")}
 
 
-def test_every_op_is_measured_on_both_meshes():
+@pytest.mark.parametrize("shape", ("8", "2x4"))
+def test_every_op_is_measured_on_both_meshes(shape: str):
     listed = cases("dispatch", OPTIONS["2x2"])
-    for shape in ("8", "2x4"):
-        assert {(c.name, c.params["placements"]) for c in listed if c.params["mesh"] == shape} == {
-            *((op.name, op.placements) for op in dispatch.OPS),
-            *((p.name, p.placements) for p in PROGRAMS if not p.flat or shape == "8"),
-        }
+    assert {(c.name, c.params["placements"]) for c in listed if c.params["mesh"] == shape} == {
+        *((op.name, op.placements) for op in dispatch.OPS),
+        *((p.name, p.placements) for p in PROGRAMS if not p.flat or shape == "8"),
+    }
 
 
 # 2 (n - 1) / n for all_reduce, (n - 1) / n for collectives in which each rank handles a part, otherwise 1. See

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from dtbench.engine.ranks import simulated_world
 from dtbench.suite import Skip
-from dtbench_suites import dispatch
+from dtbench_suites import bucketer_reference, dispatch
+from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import (
     largest_exact,
     mismatch,
@@ -30,6 +32,7 @@ from dtbench_suites.dispatch_programs import (
     REQUIRES_GRAD,
     check_result,
 )
+from dtbench_suites.packing import IMPLS, build
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8)
@@ -47,12 +50,12 @@ def test_sum_of_values_is_exact_in_any_order(dtype: torch.dtype, ranks: int):
         assert torch.equal(total, want)
 
 
-def test_sums_that_omit_or_repeat_a_rank_differ():
-    for ranks in (2, 3, 8):
-        terms = [summed_values(r, ranks, 10, torch.float32, CPU) for r in range(ranks)]
-        want = sum_of_values(ranks, 10, torch.float32, CPU)
-        for term in terms:
-            assert not torch.equal(want - term, want)
+@pytest.mark.parametrize("ranks", (2, 3, 8))
+def test_sums_that_omit_or_repeat_a_rank_differ(ranks: Any):
+    terms = [summed_values(r, ranks, 10, torch.float32, CPU) for r in range(ranks)]
+    want = sum_of_values(ranks, 10, torch.float32, CPU)
+    for term in terms:
+        assert not torch.equal(want - term, want)
 
 
 @pytest.mark.parametrize(
@@ -197,22 +200,86 @@ def test_check_detects_a_wrong_gradient(world: Any, impl: str, monkeypatch: pyte
     assert "gradient 0" in str(setup.check())
 
 
+@pytest.mark.parametrize("op", (dispatch.OPS[0], dispatch.OPS[2]))
 @pytest.mark.parametrize("impl", ["core", "torch"])
-def test_first_calls_never_repeat_a_shape(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
+def test_first_calls_never_repeat_a_shape(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch, op: Any):
     rows: list[int] = []
     right = dispatch.PlacedOp.call
     monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (rows.append(k), right(self, k))[1])
-    for op in (dispatch.OPS[0], dispatch.OPS[2]):
-        workload = dispatch.build_impl(op, (8,), FORWARD, True, True, impl, world)
-        rows.clear()  # build_impl has prepared a cached call
-        for _ in range(3):
-            workload.before()
-            workload.run()
-        assert len(set(rows)) == 3
-        assert dispatch.ROWS not in rows
+    workload = dispatch.build_impl(op, (8,), FORWARD, True, True, impl, world)
+    rows.clear()  # build_impl has prepared a cached call
+    for _ in range(3):
+        workload.before()
+        workload.run()
+    assert len(set(rows)) == 3
+    assert dispatch.ROWS not in rows
 
 
 def test_tolerance_of_mismatch_is_relative_to_the_largest_value():
     want = torch.tensor([1000.0, 0.0])
     assert mismatch(torch.tensor([1000.0, 0.5]), want, rtol=1e-3) is None
     assert mismatch(torch.tensor([1000.0, 1.5]), want, rtol=1e-3) is not None
+
+
+# ---- packing ----
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_check_accepts_every_impl_and_detects_a_wrong_element(impl: str, world: Any):
+    workload = build(impl, 5, 8 * 300, torch.float32, world)
+    for _ in range(2):  # the second time with reused buffers
+        assert workload.check() is None
+    # Changes one element while it is copied.
+    owner, name = {"core_held": (torch, "cat"), "reference": (torch, "stack")}.get(
+        impl, (torch.Tensor, "copy_")
+    )
+    right = getattr(owner, name)
+
+    def spoiled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = right(*args, **kwargs)
+        result[(-1,) * result.ndim] += 1
+        return result
+
+    with mock.patch.object(owner, name, spoiled):
+        message = workload.check()
+    assert message is not None and "wrong" in message
+    if workload.close is not None:
+        workload.close()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_check_detects_a_recording_that_replays_nothing(impl: str, world: Any):
+    def recorded(run: Callable[[], object]) -> Callable[[], object]:
+        run()
+        return lambda: None
+
+    right = build(impl, 5, 8 * 300, torch.float32, world, lambda run: run).check
+    wrong = build(impl, 5, 8 * 300, torch.float32, world, recorded).check
+    assert right is not None and right() is None
+    assert wrong is not None and "wrong" in str(wrong())
+
+
+def test_reference_bucketer_reduces_in_order(world: Any, monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+
+    def add_up(output: torch.Tensor, packed: torch.Tensor, group: object) -> None:
+        sizes.append(packed.numel())
+        output.copy_(packed.view(8, -1).sum(0))  # as if each row came from another rank
+
+    monkeypatch.setattr(bucketer_reference, "reduce_scatter_single", add_up)
+    bucketer = ReferenceBucketer(8 * 10 * 4 / MIB)  # 10 elements per shard
+    got: list[torch.Tensor] = []
+    group = world.mesh.get_group(0)
+    for numel in (4, 11, 7):
+        shards = [torch.full((numel,), float(r)) for r in range(8)]
+        bucketer.reduce_scatter_async(shards, group, got.append)
+    bucketer.flush()
+    assert [len(g) for g in got] == [11, 4, 7]
+    assert all(torch.equal(g, torch.full_like(g, 28.0)) for g in got)
+    assert sizes == [88, 32, 56]
+    assert bucketer.collectives == 3
+    with pytest.raises(ValueError, match="got 7 tensors"):
+        bucketer.reduce_scatter_async([torch.ones(1)] * 7, group)

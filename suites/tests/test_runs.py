@@ -19,6 +19,13 @@ from dtbench.records.run import read_run
 from dtbench.suite import RunOptions
 from dtbench.suite.registry import load
 from dtbench.tests.programs import start, start_fresh
+from dtbench_suites.examples import (
+    bucketed_gradients,
+    placements,
+    sharded_tables,
+    tensor_parallel,
+    wait_on_use,
+)
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 ROOT = Path(__file__).parents[2]
@@ -151,3 +158,72 @@ def test_pytest_in_one_process_measures_simulated_suites_and_skips_the_others():
     assert done.returncode == 0, done.stdout + done.stderr
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
     assert "16 passed" in done.stdout
+
+
+# ---- compiled calls ----
+
+
+COMPILED = "\n".join(
+    f"compile {name} mesh_dim=tp backend=aot_eager pass=forward call={call}"
+    for name in ("add", "redistribute")
+    for call in ("cached", "recompiled")
+)
+
+
+def test_compiled_calls_of_every_implementation(tmp_path: Path) -> None:
+    output = tmp_path / "x.jsonl"
+    words = ("--quick", "--nproc", "2", "--device", "cpu", "--filter", COMPILED, "-o", str(output))
+    done = start("run", "compile", *words)
+    assert done.returncode == 0, done.stderr
+    results = read_run(output).results
+    assert [(r.name, r.impl, r.reason) for r in results if r.status != "ok"] == []
+    assert {(r.name, r.params["call"], r.impl) for r in results} == {
+        (name, call, impl)
+        for name in ("add", "redistribute")
+        for call in ("cached", "recompiled")
+        for impl in ("core", "torch", "local")
+    }
+    for result in results:
+        moves = result.name == "redistribute" and result.impl != "local"
+        assert (result.counters["graph_breaks"], result.counters["graphs"]) == (0, 1), result
+        assert result.counters["collectives"] == moves, result
+
+
+# ---- example programs ----
+
+
+LAUNCHED = {
+    m.__name__.rpartition(".")[2]: m
+    for m in (sharded_tables, tensor_parallel, bucketed_gradients, wait_on_use)
+}
+# All programs share a launch, because starting four ranks takes longer than any of them.
+TOGETHER = f"""
+import importlib
+from dtbench_suites.examples.launched import launched
+
+with launched("together", 4):
+    for name in {list(LAUNCHED)}:
+        importlib.import_module("dtbench_suites.examples." + name).main()
+"""
+
+
+def test_launched_examples_on_four_ranks(tmp_path: Path) -> None:
+    driver = tmp_path / "together.py"
+    driver.write_text(TOGETHER)
+    done = start_fresh(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", str(driver))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.endswith(": right")] == [
+        *(f"{name}: right" for name in (*sharded_tables.SHARDINGS, sharded_tables.TABLE_WISE)),
+        *(f"{name}: right" for name in list(LAUNCHED)[1:]),
+    ]
+    drawn = lines[lines.index("row-wise-uneven") : lines.index("row-wise-uneven: right")]
+    assert [line.split()[0] for line in drawn[4:8]] == ["0:1", "1:4", "4:5", "5:8"]
+    assert {line for line in lines if "table-wise: table" in line} == {
+        f"table-wise: table {k}" for k in range(4)
+    }
+
+
+def test_placements_example_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    placements.main()
+    assert capsys.readouterr().out.endswith("placements: right\n")

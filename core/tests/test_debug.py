@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import dtbench_core as dt
 from core.tests.gloo_world import mesh_of, on_ranks
+from core.tests.local_world import ThreadWorlds
 from dtbench_core import (
     ArgumentError,
     DTensor,
     Partial,
+    RanksDifferError,
     Replicate,
     Shard,
+    check_ranks,
     sharding_svg,
     sharding_text,
     visualize_sharding,
     zeros,
 )
+from dtbench_core.dispatch.op_plan import CALLING, Moving
+from dtbench_core.interop import stopwatch
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 NAMESPACE = "{http://www.w3.org/2000/svg}"
@@ -125,3 +133,105 @@ def test_svg_is_well_formed_and_within_its_frame(name: str) -> None:
 def test_only_dtensors_are_drawn() -> None:
     with pytest.raises(ArgumentError, match="got a Tensor to show, expected a DTensor"):
         sharding_text(torch.ones(2))
+
+
+# ---- stage timer ----
+
+
+@pytest.fixture
+def mesh(fake_world: Any) -> DeviceMesh:
+    fake_world(8)
+    return init_device_mesh("cpu", (8,))
+
+
+def opened(log: stopwatch.Log) -> list[str]:
+    """The names of the stages in the order in which they began."""
+    pairs = list(zip(log[::2], log[1::2], strict=True))
+    assert len(pairs) % 2 == 0
+    return [stopwatch.NAMES[first] for first, second in pairs if second != stopwatch.END]
+
+
+def everything() -> dict[Any, Any]:
+    """What every module and class of the core holds."""
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
+    held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
+    for cls in (dt.DTensor, Moving, *CALLING):
+        held |= {(cls.__name__, name): value for name, value in vars(cls).items()}
+    return held
+
+
+def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
+    x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
+    for _ in range(3):
+        torch.add(x, x)
+    with stopwatch.StageTimer() as log:
+        result = torch.add(x, x)
+    seen = [name for name in opened(log) if name != stopwatch.BOOKKEEPING]
+    assert seen == ["glue", "checks", "checks", "key", "cache", "local op", "wrap"]
+    assert torch.equal(result.to_local(), torch.full((2, 4), 2.0))
+
+
+def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> None:
+    x = dt.DTensor.from_local(torch.ones(2, 24), mesh, [dt.Shard(0)])
+    y = dt.DTensor.from_local(torch.ones(16, 3), mesh, [dt.Shard(1)]).requires_grad_()
+    with stopwatch.StageTimer() as log:
+        torch.autograd.grad(torch.mul(x, y).sum(), y)
+    assert set(stopwatch.NAMES) <= {*opened(log), "entry"}
+
+
+def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
+    x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
+    torch.add(x, x)
+    watch, before = stopwatch.StageTimer(), everything()
+    for _ in range(2):
+        with pytest.raises(dt.errors.MixedTensorError), watch as log:
+            torch.add(x, torch.ones(16, 4))
+        opened(log)  # every bracket is closed
+        assert len(log) > 0
+        after = everything()
+        assert after.keys() == before.keys()
+        assert [key for key, value in before.items() if after[key] is not value] == []
+
+
+# ---- checks that ranks agree ----
+
+
+CASES = ("rows", "placements", "part", "op", "redistribute", "full_tensor", "dtype")
+
+
+def differ(how: str) -> None:
+    """Two ranks; rank 1 is another in one way."""
+    mesh = mesh_of((2,))
+    other = dist.get_rank() == 1
+    dtype = torch.float64 if how == "dtype" and other else torch.float32
+    part = torch.ones(2 if how in ("rows", "full_tensor") and other else 4, 8, dtype=dtype)
+    placed = [Shard(1 if how == "placements" and other else 0)]
+    if how == "part" and other:
+        x = DTensor.from_local(part, mesh, placed)
+        x._local_tensor = torch.ones(3, 8)
+    else:
+        x = DTensor.from_local(part, mesh, placed)
+    with check_ranks():
+        if how == "redistribute":
+            x.redistribute(mesh, [Replicate() if other else Shard(1)])
+        elif how == "full_tensor":
+            x.full_tensor()
+        else:
+            _ = x * 2 if how == "op" and other else x + x
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_ranks_that_differ_raise_alike(ranks: ThreadWorlds, how: str) -> None:
+    message, other = ranks(caught, how, world_size=2)
+    assert message == other
+    op = {"redistribute": "redistribute to", "full_tensor": "full_tensor", "op": "aten.mul"}.get(
+        how, "aten.add"
+    )
+    for part in ("rank 0 has", "rank 1 has", "float32", op):
+        assert part in message
+
+
+def caught(how: str) -> str:
+    with pytest.raises(RanksDifferError) as error:
+        differ(how)
+    return str(error.value)
