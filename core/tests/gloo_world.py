@@ -6,8 +6,6 @@ has imported torch and the core once for all of them: an import takes seconds of
 arguments and results by plain pickle.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

@@ -1,7 +1,5 @@
 """Simulated ranks for tests: threads that take turns, or the test's function run once in a LocalTensorMode."""
 
-from __future__ import annotations
-
 import inspect
 import traceback
 from collections.abc import Callable

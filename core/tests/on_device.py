@@ -4,8 +4,6 @@
 which is a mode: under it the core takes other paths.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any

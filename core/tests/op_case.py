@@ -1,7 +1,5 @@
 """One entry of the op tables: what test_ops.py runs against plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

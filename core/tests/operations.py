@@ -1,7 +1,5 @@
 """A dispatch mode that counts the ops that would run on a device and the memory that they allocate; a recorded Work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that the tests of tensor parallelism cut, and how they are compared with the plain ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

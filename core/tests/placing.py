@@ -1,7 +1,5 @@
 """Tensors and modules placed on the mesh of a test's world, and made whole again."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

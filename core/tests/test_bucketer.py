@@ -1,7 +1,5 @@
 """ReduceScatterBucketer: values against plain sums, order of callbacks, reductions, DTensors, hooks, memory, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial

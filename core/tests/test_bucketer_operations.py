@@ -3,8 +3,6 @@
 Dispatch modes count them on a CPU; no time is measured.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

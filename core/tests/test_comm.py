@@ -1,7 +1,5 @@
 """The collectives against plain maths, on real ranks and on simulated ones from one body."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """CommTensor waits for a collective at the first use of its result, in eager mode and in graphs traced by make_fx."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The cost model against hand-computed values and against torch's own functions on the same meshes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The tool that judges every op: what it sees of an op, processes that die or hang, what became worse."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The pictures of shardings: what they say of every layout, and that they are well formed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import sys

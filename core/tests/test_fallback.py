@@ -1,7 +1,5 @@
 """Ops without a rule run on replicated inputs: right, counted, warned once. And out=, in-place views."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """torch.func, forward AD and torch.autograd.grad over DTensors, compared with the same on full tensors."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """DTensors handed to torch's own class and back: memory, versions, placements, gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shards that torch.chunk does not make: of any lengths (RaggedShard), and strided ones."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -132,7 +130,7 @@ def test_moving(mesh: tuple[int, ...], options: list[list[Placement]]) -> None:
 
 @pytest.mark.parametrize("placement", (ROWS, StridedShard(0, 2), RaggedShard(1, (0, 4, 0, 0))))
 @on_ranks
-def test_reducing_sending_and_making(placement: Any) -> None:
+def test_reductions_scatters_and_factories_make_any_shards(placement: Any) -> None:
     """Terms reduced straight into other layouts; sources other than every rank's own copy; factories."""
     terms = DTensor.from_local(A * (dist.get_rank() + 1), mesh_of((4,)), [P])
     assert torch.equal(terms.redistribute(placements=[placement]).full_tensor(), A * 10)
@@ -299,30 +297,6 @@ def _part(whole: torch.Tensor, placements: Placements, sizes: tuple[int, ...], a
     return whole
 
 
-CASES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any, Any]] = [
-    # before, after, mesh, placements, those of the view
-    ((8, 4), (32,), (4,), (S1,), (StridedShard(0, 8),)),
-    ((32,), (8, 4), (4,), (StridedShard(0, 8),), (S1,)),
-    ((8, 4), (32,), (4,), (S0,), (S0,)),
-    ((5, 3), (15,), (4,), (S0,), (RaggedShard(0, (6, 6, 3, 0)),)),
-    ((15,), (5, 3), (4,), (RaggedShard(0, (6, 6, 3, 0)),), (S0,)),
-    ((8, 4), (4, 2, 4), (4,), (RaggedShard(0, (2, 4, 2, 0)),), (RaggedShard(0, (1, 2, 1, 0)),)),
-    ((8, 4), (4, 2, 4), (4,), (RaggedShard(0, (1, 5, 2, 0)),), None),
-    ((2, 8, 3), (16, 3), (4,), (S1,), (StridedShard(0, 2),)),
-    ((4, 8, 3), (32, 3), (2, 2), (S0, S1), (S0, StridedShard(0, 2))),
-    ((4, 8, 3), (32, 3), (2, 2), (S1, S2), (StridedShard(0, 4), S1)),
-    ((4, 8, 6), (192,), (2, 2), (S1, S2), (StridedShard(0, 4), StridedShard(0, 16))),
-    ((5, 8), (40,), (2, 2), (S0, S1), None),
-    ((4, 6), (24,), (4,), (S1,), None),
-    ((4, 6), (8, 3), (2,), (S1,), (StridedShard(0, 4),)),
-]
-
-
-@pytest.mark.parametrize(("before", "after", "mesh", "placements", "expected"), CASES)
-def test_where_shards_lie(before: Any, after: Any, mesh: Any, placements: Any, expected: Any) -> None:
-    assert regrouped_placements(placements, mesh, before, after, _factor_groups(before, after)) == expected
-
-
 @st.composite
 def _views(draw: Any) -> Any:
     """Two shapes of the same elements, a mesh, and placements that the first can have."""
@@ -351,7 +325,7 @@ def _views(draw: Any) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(_views())
-def test_every_part_of_the_view_is_the_view_of_the_part(case: Any) -> None:
+def test_shard_of_a_view_is_the_view_of_the_shard(case: Any) -> None:
     before, after, mesh, placements = case
     view_placements = regrouped_placements(placements, mesh, before, after, _factor_groups(before, after))
     if view_placements is None:

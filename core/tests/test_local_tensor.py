@@ -1,7 +1,5 @@
 """LocalTensor by itself: ops, collectives, numbers and random states per rank, and errors that name ranks."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

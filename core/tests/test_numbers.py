@@ -1,7 +1,5 @@
 """Numbers in calls that are planned already: equal ones of other types, and those that plain tensors refuse."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

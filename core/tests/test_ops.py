@@ -4,8 +4,6 @@ Each op runs over combinations of Replicate, Partial and Shard of every dim for 
 uneven and empty shards on a 1-D mesh of 4 or on a 2x2 mesh, and with even ones on a mesh of 2.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Meshes that leave out ranks, on which the same program runs without data; meshes whose ranks do not ascend."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -193,26 +191,6 @@ def _placements(mesh: DeviceMesh, dims: int) -> list[tuple[Placement, ...]]:
 
 def _full(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-@pytest.mark.parametrize("order", MESHES, ids=str)
-@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 1)], ids=str)
-@on_ranks
-def test_redistribution_on_meshes_that_do_not_ascend(order: Any, shape: tuple[int, ...]) -> None:
-    """From every placement to every other: by gather, exchange, cut, scatter and reduction."""
-    mesh, full = mesh_in(order), _full(*shape)
-    for source, placed in itertools.product((None, 0), _placements(mesh, 2)):
-        x = distribute_tensor(full, mesh, placed, src_data_rank=source)
-        assert torch.equal(x.full_tensor(), full), (source, placed)
-        for wanted in _placements(mesh, 2):
-            assert torch.equal(x.redistribute(placements=wanted).full_tensor(), full), (placed, wanted)
-    at = mesh.get_coordinate()
-    place = at[0] if mesh.ndim == 1 else at[0] * 2 + at[1]
-    for op, reduce in (("sum", torch.sum), ("max", torch.amax), ("product", torch.prod), ("avg", torch.mean)):
-        terms = torch.stack([full + i for i in range(4)])
-        x = DTensor.from_local(terms[place], mesh, [Partial(op)] * mesh.ndim)
-        for wanted in _placements(mesh, 2):
-            torch.testing.assert_close(x.redistribute(placements=wanted).full_tensor(), reduce(terms, 0))
 
 
 @pytest.mark.parametrize("order", MESHES, ids=str)

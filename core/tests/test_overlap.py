@@ -1,8 +1,6 @@
 """Writes that plain tensors refuse because of memory are refused alike on every rank, and what they do not is right;
 where views begin; which errors shapes raise. Compared with plain tensors."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

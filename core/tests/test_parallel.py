@@ -1,7 +1,5 @@
 """Tensor parallelism on real gloo ranks against the plain module on full tensors."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

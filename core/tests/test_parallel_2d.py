@@ -1,7 +1,5 @@
 """Two-dimensional parallelism: tensor parallel on one mesh dim, data parallel with sharded parameters on the other."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

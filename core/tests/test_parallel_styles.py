@@ -1,7 +1,5 @@
 """The styles beside Colwise and Rowwise: pairs, sequences, inputs and outputs; meshes of several dims."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

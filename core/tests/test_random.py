@@ -1,12 +1,8 @@
 """Random ops on DTensors: synchronized generators, seeds, given generators, numbers that differ between ranks."""
 
-from __future__ import annotations
-
-import struct
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,18 +126,6 @@ def test_dropout_is_differentiated_as_on_one_device(shape: Any, placements: Any)
         (second,) = torch.autograd.grad(first.sum(), x)
         results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in (out, first, second)])
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
-
-
-@on_gloo_ranks
-def test_cuda_generator_is_compared_by_seed_and_offset() -> None:
-    """On a GPU, whose generator is not there: the bytes of its state, which `set_rng_state` takes."""
-    info = _replicas([R, R])._spec.info
-    generator = SimpleNamespace(initial_seed=lambda: 2**64 - 2, get_offset=lambda: 12)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(info, "device_type", "cuda")
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "default_generators", (generator,))
-        assert in_step._state(info) == struct.pack("<QQ", 2**64 - 2, 12)
 
 
 # ---- ranks that draw or seed by themselves ----

@@ -1,7 +1,5 @@
 """Moving between placements: the plan (pure, on a fake group) and the data (on real ranks)."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -180,8 +178,8 @@ def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch
     return part.clone(memory_format=torch.contiguous_format)
 
 
-def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:
-    mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
+def _moved(ranks: Any, full: torch.Tensor, src: Placements, dst: Placements) -> None:
+    mesh = DeviceMesh(DEVICE_TYPE, ranks)
     spec = DTensorSpec.of(mesh, src, full.shape, contiguous_stride(full.shape), full.dtype)
     local = _held(full, mesh, src)
     kept = local.clone()
@@ -194,7 +192,7 @@ def _moved(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst
 
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[Any, ...]:
-    """A mesh, a tensor's shape, and two ways of placing it; the first may be pending."""
+    """Draws the shapes of a mesh and a tensor, and its placements before and after; the first may be Partial."""
     mesh_shape = draw(st.sampled_from(MESHES))
     shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 7, 8, 12]), max_size=3))
     plain = [R, *(Shard(d) for d in range(len(shape)))]
@@ -209,14 +207,21 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 @settings(max_examples=120, deadline=None)
-@given(case=moves())
-@example(case=((2, 2), (), (P, P), (R, P)))
-@example(case=((2, 3), (4,), (P, P), (P, R)))
-@example(case=((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))))
-def test_any_move(ranks: ThreadWorlds, case: Any) -> None:
+@given(case=moves(), shuffled=st.booleans())
+@example(case=((2, 2), (), (P, P), (R, P)), shuffled=False)
+@example(case=((2, 3), (4,), (P, P), (P, R)), shuffled=False)
+@example(case=((2, 2), (4, 6), (Partial("avg"), Partial("avg")), (Partial("avg"), Shard(1))), shuffled=True)
+def test_any_move(ranks: ThreadWorlds, case: Any, shuffled: bool) -> None:
+    """Also on meshes whose ranks do not ascend: there, a rank's place in its group is not its coordinate."""
     mesh_shape, shape, src, dst = case
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
-    _on_mesh(ranks, _moved, mesh_shape, full, src, dst)
+    size = math.prod(mesh_shape)
+    order = (
+        torch.randperm(size, generator=torch.Generator().manual_seed(size))
+        if shuffled
+        else torch.arange(size)
+    )
+    ranks(_moved, order.view(mesh_shape).tolist(), full, src, dst, world_size=size)
 
 
 def _in_gradient(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:

@@ -1,7 +1,5 @@
 """Every rank's compiler keeps the same collectives in the same order, whatever its own shards are."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

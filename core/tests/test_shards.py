@@ -1,7 +1,5 @@
 """Embedding tables whose shards a LocalShardsWrapper holds: made, read, moved, copied, saved and loaded."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -303,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, type]] = {
     "redistribute": OFFSETS,
     "fallback": OFFSETS,
     "plain": (_misplaced, "shards on all ranks or on none", LayoutError),
-    "save": (_misplaced, "expected one that lies within", Exception),
+    "save": (_misplaced, "expected one that lies within", BaseException),
     "compute": (_computes, "embedding.default is not supported for LocalShardsWrapper!", NoRuleError),
 }
 

@@ -3,8 +3,6 @@
 Also checkpoints that are exchanged between the core's DTensors and torch's.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Order of the streams that use a piece of memory, as on CUDA with NCCL but without a GPU; see streams.py."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strides: a DTensor says those that plain torch gives, and its local tensor has them."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Making and leaving DTensors, autograd at the borders, and every mistake a user can make there."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

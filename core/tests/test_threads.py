@@ -1,7 +1,5 @@
 """Ranks simulated by threads: collectives against plain arithmetic, reports of hangs, separate state per rank."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

@@ -1,7 +1,5 @@
 """Programs where PyTorch's other machinery meets DTensors, each compared with itself on plain tensors."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

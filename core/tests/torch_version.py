@@ -1,7 +1,5 @@
 """What tests expect of the torch that is installed: 2.11 on, and not all of it has what 2.13 has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

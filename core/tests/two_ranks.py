@@ -3,8 +3,6 @@
 Tests without ranks say nothing about NCCL and are deselected.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 

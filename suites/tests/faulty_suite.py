@@ -3,8 +3,6 @@
 A suite file for `dtbench run`. All of its cases must get the status `wrong`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The cases that the suites list: their params and impls are unique, complete and found without ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The checks of the suites accept correct results and report wrong ones; test data are exact."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The suites on real ranks: through the command line, and under pytest with torchrun."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

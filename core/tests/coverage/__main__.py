@@ -1,7 +1,5 @@
 """Is every op of torch's database right on distributed tensors? `python -m core.tests.coverage --help`."""
 
-from __future__ import annotations
-
 import argparse
 import gc
 import itertools

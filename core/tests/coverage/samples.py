@@ -5,8 +5,6 @@ DTensor they are set to multiples of the rank count where shards shall be even. 
 ranks, 5 gives shards of 2, 2, 1, 0 and 3 gives 1, 1, 1, 0.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Every table of op cases, a file per family; `OPS` joins what they define."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """Cases of attention on CPU: masks that broadcast, causal, scaled, grouped heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

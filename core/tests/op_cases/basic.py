@@ -1,7 +1,5 @@
 """Cases of the pointwise, matmul, reduction, view, norm and lookup rules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Cases of the convolution rules: every way to shard, bias once, groups cut between groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Cases of ops on lists of tensors: every `_foreach_*` overload, fused steps, norms, loss scaling."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

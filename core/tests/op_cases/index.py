@@ -1,7 +1,5 @@
 """Cases of the index rules: indices that are fewer than rows, negative, broadcast, masks; accumulation."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of the losses: every reduction, weights, ignored classes, shards in which all is ignored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

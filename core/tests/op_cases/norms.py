@@ -1,7 +1,5 @@
 """Cases of the norms: statistics over what all ranks hold, running statistics, sharded channels and groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

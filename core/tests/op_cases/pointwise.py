@@ -1,7 +1,5 @@
 """Cases of elementwise ops, in groups: their in-place forms, gradients and masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

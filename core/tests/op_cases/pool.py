@@ -1,7 +1,5 @@
 """Cases of pooling, resizing, padding and sampling, batched and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

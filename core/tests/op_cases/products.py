@@ -1,7 +1,5 @@
 """Cases of the products, of linear algebra in batches and of the Fourier transforms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

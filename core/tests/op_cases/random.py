@@ -1,7 +1,5 @@
 """Cases of random ops: the numbers of one device, seeded before each call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of the reductions: uneven means, products, truth values, moments and norms over sharded dims."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

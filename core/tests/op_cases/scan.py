@@ -1,7 +1,5 @@
 """Cases of running sums and extrema, sorts and flips."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

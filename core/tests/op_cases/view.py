@@ -1,7 +1,5 @@
 """Cases of the view rules: diagonals, windows, repeats, scatters into views, and the copying forms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
