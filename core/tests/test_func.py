@@ -287,7 +287,7 @@ def test_plain_tensors_of_a_transform_are_refused_by_name(name: str, placement: 
     mesh, x = mesh_of((4,)), torch.arange(32.0).view(8, 4)
     for source in (0, None):
         with pytest.raises(
-            ArgumentError, match=r"distribute_tensor got .* inside a transform .* make the DTensor before"
+            ArgumentError, match=r"distribute_tensor got .* inside a transform .* create the DTensor before"
         ):
             TRANSFORMS[name](
                 lambda t, p=placement, s=source: distribute_tensor(

@@ -37,7 +37,7 @@ from dtbench_core import (
     zeros,
 )
 from dtbench_core.interop.collective_utils import mesh_broadcast, mesh_scatter, shard_dim_alltoall
-from dtbench_core.layout.rng import manual_seed
+from dtbench_core.layout.random import manual_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 

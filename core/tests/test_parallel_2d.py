@@ -408,9 +408,7 @@ def test_copied_module_exchanges_lengths_like_a_new_one() -> None:
 def test_parts_that_are_not_chunks_are_refused_on_every_rank() -> None:
     mesh = mesh_of((N,))
     norm = parallelize_module(nn.LayerNorm(WIDTH), mesh, SequenceParallel(use_local_output=True))
-    message = (
-        r"tensor of shape \[2, 8, 8\].*expected parts as torch.chunk cuts it into 4 along dim 1: cut it with"
-    )
+    message = r"tensor of shape \[2, 8, 8\].*expected parts as torch.chunk splits it into 4 along dim 1: split it with"
     with pytest.raises(LayoutError, match=message):
         norm(_sequence(8).split([3, 1, 3, 1], dim=1)[mesh.get_local_rank()])
 

@@ -15,8 +15,7 @@ from torch import nn
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
 from dtbench_core import ArgumentError, DTensor, Partial, Replicate, Shard, comm, distribute_tensor, rand
-from dtbench_core.layout import in_step
-from dtbench_core.layout import rng as random
+from dtbench_core.layout import in_step, random
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module, tensor_parallel_rng
 
 S0, R, S1 = Shard(0), Replicate(), Shard(1)
