@@ -167,7 +167,7 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
     assert ours == pytest.approx(theirs, rel=1e-12)
 
 
-def test_no_way_and_no_cost() -> None:
+def test_impossible_and_free_redistributions() -> None:
     mesh, line = dp_tp(), init_device_mesh("cpu", (8,))
     assert redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
     assert redistribute_cost(spec(mesh, P, R), spec(mesh, Partial("max"), R)) == math.inf
@@ -176,7 +176,7 @@ def test_no_way_and_no_cost() -> None:
     assert redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
 
 
-def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
+def test_all_to_all_never_costs_more_than_gathering_and_slicing() -> None:
     """PyTorch's surcharge makes it so for small tensors, of which the planner then gathers everything."""
     mesh = init_device_mesh("cpu", (8,))
     small = [DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))]
@@ -188,7 +188,7 @@ def test_an_exchange_never_costs_more_than_gathering_and_cutting() -> None:
     assert exchanged < torch_cost.redistribute_cost(*kinds)
 
 
-def test_the_price_of_one_step() -> None:
+def test_cost_of_one_step() -> None:
     mesh = dp_tp()
     one = one_step_redistribute_cost
     for src, dst in PAIRS:
@@ -268,7 +268,7 @@ def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: flo
 
 @settings(max_examples=150, deadline=None)
 @given(worlds(), st.sampled_from([0.0, 1.0]))
-def test_no_chain_at_all_is_cheaper(world: Any, copy_us: float) -> None:
+def test_chain_search_finds_the_cheapest_chain(world: Any, copy_us: float) -> None:
     topo, shape, (src, dst) = world
     least = price(topo, shape, src, dst, copy_us=copy_us)
     assert least == pytest.approx(brute_force(topo, shape, src, dst, copy_us))
@@ -288,7 +288,7 @@ def test_bytes_of_a_spec(dtype: Any) -> None:
 # --- measured constants ----------------------------------------------------------------------------
 
 
-def test_topology_by_name_and_size(tmp_path: Path) -> None:
+def test_topology_is_matched_by_mesh_dim(tmp_path: Path) -> None:
     mesh = dp_tp()
     path = tmp_path / "topology.json"
     path.write_text(json.dumps(topology()))
@@ -378,7 +378,7 @@ def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, mes
 # --- measured curves -------------------------------------------------------------------------------
 
 
-def test_a_curve_between_and_beyond_its_sizes() -> None:
+def test_curve_interpolates_and_extrapolates() -> None:
     curve = read_curve(table((1000, 10.0), (4000, 40.0), (5000, 45.0), (17000, 57.0)), "here")
     assert [curve.us(size) for size in (1000, 4000, 5000, 17000)] == [10.0, 40.0, 45.0, 57.0]
     assert (curve.us(2500), curve.us(4800), curve.us(11000)) == pytest.approx((25.0, 44.0, 51.0))
@@ -411,7 +411,7 @@ def test_measured_changes_price_a_redistribution() -> None:
         assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
 
 
-def test_the_planner_goes_the_measured_way() -> None:
+def test_planner_chooses_the_measured_cheapest_route() -> None:
     """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     src, dst = spec(mesh, R, P), (R, Shard(0))
@@ -424,7 +424,7 @@ def test_the_planner_goes_the_measured_way() -> None:
     assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
 
 
-def test_several_mesh_dims_at_once_by_what_they_take_together() -> None:
+def test_joint_redistribution_uses_jointly_measured_times() -> None:
     mesh = dp_tp()
     content = measured()
     ends = (Shard(0), Shard(0)), (R, R)
@@ -463,7 +463,7 @@ MEASURED = {
         (Shard(1), Shard(0), "all_to_all"),
     ],
 )
-def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
+def test_step_costs_the_measured_time_of_its_collective(
     dims: tuple[str], src: Any, dst: Any, collective: str
 ) -> None:
     """nccl-tests and comm.py count the same bytes of every collective."""
@@ -481,7 +481,7 @@ def test_price_of_a_step_is_the_time_of_its_collective_at_the_bytes_it_sends(
     assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))
 
 
-def test_bare_collectives_stand_in_for_changes_that_were_not_measured() -> None:
+def test_measured_collectives_price_unmeasured_transitions() -> None:
     mesh = dp_tp()
     content = topology()
     content["dims"][1]["collectives"] = dict(MEASURED)

@@ -81,7 +81,7 @@ def test_each_fault_of_an_op_has_its_verdict(
     assert reason in outcome.reasons.get(verdict, "")
 
 
-def test_what_float32_cannot_tell_is_not_wrong() -> None:
+def test_difference_tolerates_float32_rounding() -> None:
     wanted, got = torch.tensor([1e-5, 1.0]), torch.tensor([1e-3, 1.0])
     assert difference(got, wanted) and not difference(got[1:] + 1e-5, wanted[1:])
     # By as much as the plain op changes when its inputs change in their last bits, but not by any amount.
@@ -107,7 +107,7 @@ def test_a_worker_that_dies_or_hangs_costs_one_verdict(monkeypatch: pytest.Monke
     assert outcomes["hangs"].reasons["error"] == "no answer within 5 s"
 
 
-def test_a_worker_judges_every_mode_and_its_table_holds(tmp_path: Path, capsys: Any) -> None:
+def test_a_worker_judges_every_mode_and_writes_tables(tmp_path: Path, capsys: Any) -> None:
     table, page, words = tmp_path / "table.json", tmp_path / "page.md", ["--ops", "^mul$"]
     assert tool.main([*words, "-o", str(table), "--base", "results/coverage-core.json"]) == 1
     verdicts = json.loads(table.read_text())["verdicts"]
@@ -119,7 +119,7 @@ def test_a_worker_judges_every_mode_and_its_table_holds(tmp_path: Path, capsys: 
     assert "| mul | pass / wrong: order |" in page.read_text()
 
 
-def test_what_became_worse() -> None:
+def test_became_worse_lists_worse_verdicts() -> None:
     before = "pass refused no_rule no_rule error error wrong"
     after = "refused pass pass error hang not_measured wrong"
     was, now = ({"torch": "2", "verdicts": {"add": dict(enumerate(v.split()))}} for v in (before, after))

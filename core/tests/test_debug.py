@@ -89,7 +89,7 @@ float32[3, 2, 4] S(0),S(2) on 2x2 cpu mesh
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @on_ranks
-def test_text(name: str) -> None:
+def test_text_of_a_sharding(name: str) -> None:
     (shape, mesh, placements), text = LAYOUTS[name]
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -158,7 +158,7 @@ def everything() -> dict[Any, Any]:
     return held
 
 
-def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
+def test_stage_timer_records_each_stage_of_a_cached_call_once(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     for _ in range(3):
         torch.add(x, x)
@@ -169,7 +169,7 @@ def test_a_cached_call_passes_each_stage_once(mesh: DeviceMesh) -> None:
     assert torch.equal(result.to_local(), torch.full((2, 4), 2.0))
 
 
-def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> None:
+def test_stage_timer_records_communication_and_backward(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 24), mesh, [dt.Shard(0)])
     y = dt.DTensor.from_local(torch.ones(16, 3), mesh, [dt.Shard(1)]).requires_grad_()
     with stopwatch.StageTimer() as log:
@@ -177,7 +177,7 @@ def test_moves_communication_plans_and_backward_are_seen(mesh: DeviceMesh) -> No
     assert set(stopwatch.NAMES) <= {*opened(log), "entry"}
 
 
-def test_it_leaves_nothing_behind_even_after_an_error(mesh: DeviceMesh) -> None:
+def test_stage_timer_restores_everything_after_an_error(mesh: DeviceMesh) -> None:
     x = dt.DTensor.from_local(torch.ones(2, 4), mesh, [dt.Shard(0)])
     torch.add(x, x)
     watch, before = stopwatch.StageTimer(), everything()

@@ -66,12 +66,12 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("placements", PLACED, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @on_ranks
-def test_an_op_without_a_rule_gives_what_plain_torch_gives(name: str, placements: list[Placement]) -> None:
+def test_op_without_a_rule_equals_plain_torch(name: str, placements: list[Placement]) -> None:
     full = _random(5, 5)
     assert _same(FUNCTIONS[name](_into(full, placements)), FUNCTIONS[name](full))
 
 
-def test_a_fallback_is_counted_and_warns_once(fake_world: Callable[[int], None]) -> None:
+def test_fallback_is_counted_and_warns_once(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     clear_fallbacks()
     x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S(0)])
@@ -112,7 +112,7 @@ def test_writes_reach_the_written_tensor(name: str, written: list[Placement], re
 
 
 @on_ranks
-def test_a_pending_sum_is_added_to_by_a_rule() -> None:
+def test_in_place_add_to_a_partial_has_a_rule() -> None:
     """Terms of any placement are added to a pending sum, which stays one, by a rule."""
     clear_fallbacks()
     full = torch.arange(15.0).reshape(5, 3)
@@ -135,7 +135,7 @@ def test_out_is_resized_as_torch_does() -> None:
         assert _same(out, torch.arange(15.0).reshape(5, 3) * 2) and out.shape == (5, 3)
 
 
-def test_a_resized_out_that_held_something_warns(fake_world: Callable[[int], None]) -> None:
+def test_resizing_a_nonempty_out_warns(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     _resized(0, R)  # warnings are errors here
     with pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized"):
@@ -146,7 +146,7 @@ def test_a_resized_out_that_held_something_warns(fake_world: Callable[[int], Non
 
 
 @on_ranks
-def test_a_copy_that_is_no_window_does_not_show_old_values() -> None:
+def test_lazy_view_refuses_reads_after_a_write_to_its_base() -> None:
     x = _into(torch.arange(8.0), [S(0)]) * 1j
     view = x.conj()
     assert _same(view * 1, torch.arange(8.0) * -1j) and _same(view[1:], torch.arange(1.0, 8.0) * -1j)
@@ -161,7 +161,7 @@ def test_a_copy_that_is_no_window_does_not_show_old_values() -> None:
 @quiet
 @pytest.mark.parametrize(("reduce_op", "share"), [("sum", 10), ("avg", 2.5)])
 @on_ranks
-def test_a_pending_tensor_is_written_as_a_number(reduce_op: str, share: float) -> None:
+def test_nonlinear_in_place_op_on_a_partial(reduce_op: str, share: float) -> None:
     full = torch.arange(8.0, dtype=torch.float64)
     x = DTensor.from_local(full * (dist.get_rank() + 1) / share, mesh_of((4,)), [Partial(reduce_op)])
     x.exp_()
@@ -215,7 +215,7 @@ def test_plain_tensors_count_as_replicated() -> None:
 
 
 @on_ranks
-def test_what_was_admitted_is_refused_outside() -> None:
+def test_plain_tensors_are_refused_after_implicit_replication() -> None:
     tensor, plain = _cut(S0), torch.arange(4.0)
     for _ in range(2):
         for _ in range(3):  # often enough to be remembered
@@ -256,7 +256,7 @@ def test_only_explicit_redistribution(name: str, strict: bool) -> None:
 
 
 @on_ranks
-def test_contexts_nest() -> None:
+def test_redistribution_contexts_nest() -> None:
     def refused() -> bool:
         try:
             MOVES["gathers"]()
@@ -277,7 +277,7 @@ def test_contexts_nest() -> None:
 
 
 @on_ranks
-def test_warnings() -> None:
+def test_implicit_redistribution_warns() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with ExplicitRedistributionContext(mode="warn"):

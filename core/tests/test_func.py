@@ -93,7 +93,7 @@ OF_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", [n for n in OF_MODULES | OF_TENSORS if n not in FORWARD_MODE])
 @on_ranks
-def test_functions(name: str) -> None:
+def test_transforms_equal_those_on_full_tensors(name: str) -> None:
     _assert_as_on_full_tensors(name)
 
 
@@ -120,7 +120,7 @@ def _assert_as_on_full_tensors(name: str) -> None:
 
 
 @on_worlds
-def test_a_pending_sum_is_captured() -> None:
+def test_vmap_captures_a_partial() -> None:
     x = torch.arange(16.0).reshape(4, 4)
     terms = DTensor.from_local(x / 4, mesh_of((4,)), [P])
     got = vmap(lambda row: terms @ row + terms[0])(place(x, S0)).full_tensor()
@@ -128,7 +128,7 @@ def test_a_pending_sum_is_captured() -> None:
 
 
 @on_gloo_ranks
-def test_tangents_enter_leave_and_move() -> None:
+def test_tangents_pass_conversions() -> None:
     x = torch.arange(12.0).reshape(4, 3).sin()
     rank = mesh_of((4,)).get_local_rank()
     with forward_ad.dual_level():
@@ -146,7 +146,7 @@ def test_tangents_enter_leave_and_move() -> None:
 
 
 @on_ranks
-def test_a_tangent_goes_to_its_tensor() -> None:
+def test_tangent_is_redistributed_to_its_primal() -> None:
     """Placed otherwise, it moves there; placed alike, nothing is sent."""
     x = torch.arange(8.0).sin()
     with count_collectives() as count:
@@ -173,7 +173,7 @@ def test_plain_tensors_are_refused_or_replicated() -> None:
 
 
 @on_ranks
-def test_a_graph_of_tangents_is_refused() -> None:
+def test_linearize_is_refused() -> None:
     with pytest.raises(NoRuleError, match=r"use torch\.func\.jvp, or trace a function"):
         linearize(torch.sin, place(torch.arange(4.0), S0))
 
@@ -444,7 +444,7 @@ def test_custom_ops_get_rules() -> None:
 
 
 @on_ranks
-def test_rules_that_do_not_fit_are_told() -> None:
+def test_invalid_rules_are_refused() -> None:
     op = _library().backwards.default
     answers: list[tuple[Any, str]] = [
         ([([S0, S0], [S0])], "returned placements of 2 outputs and 1 input tensors, expected 1 and 1"),

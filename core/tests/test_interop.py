@@ -315,7 +315,7 @@ def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
         assert torch.equal(got, want) and got.is_contiguous(), (mesh_dim, src, dst)
 
 
-def test_the_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
+def test_all_to_all_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
     fake_world(4, rank=2)
     mesh = init_device_mesh("cpu", (4,))
     name = mesh.get_group(0).group_name

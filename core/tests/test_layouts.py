@@ -191,7 +191,7 @@ def test_ops(name: str) -> None:
 
 
 @on_ranks
-def test_mixing_layouts() -> None:
+def test_ops_of_different_shards() -> None:
     """A ragged tensor with others: what has to move does, and the result is right."""
     x = _cut(A, ROWS)
     for other in (R, S0, S1, RaggedShard(0, (2, 2, 2, 2)), RaggedShard(0, (4, 0, 4, 0)), StridedShard(0, 2)):

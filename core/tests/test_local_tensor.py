@@ -143,7 +143,7 @@ def test_running_statistics_are_updated_once(fake_world: Callable[[int], None]) 
             norm(torch.ones(4, 3) * dist.get_rank())
 
 
-def test_outside_a_mode(mode: LocalTensorMode) -> None:
+def test_local_tensor_outside_a_mode(mode: LocalTensorMode) -> None:
     x = uneven()
     mode.__exit__(None, None, None)
     try:
@@ -159,7 +159,7 @@ def test_outside_a_mode(mode: LocalTensorMode) -> None:
 # ---- what it shows ----
 
 
-def test_what_is_printed_copied_and_pickled(mode: LocalTensorMode) -> None:
+def test_repr_copy_and_pickle_of_a_local_tensor(mode: LocalTensorMode) -> None:
     x = uneven().requires_grad_()
     assert repr(x).splitlines() == [
         "LocalTensor(float32[{0-1: 2, 2: 1, 3: 0}, 3] on ranks 0-3, requires_grad=True",
@@ -177,7 +177,7 @@ def test_what_is_printed_copied_and_pickled(mode: LocalTensorMode) -> None:
     assert held(pickle.loads(pickle.dumps(twin)))[1] == [[2.0] * 3] * 2
 
 
-def test_reconcile(mode: LocalTensorMode) -> None:
+def test_reconcile_returns_the_value_of_all_ranks(mode: LocalTensorMode) -> None:
     same = torch.tensor([1.0, float("nan")])
     assert type(same.reconcile()) is torch.Tensor
     assert torch.tensor([[1, 2]]).tolist() == [[1, 2]] and torch.ones(2).numpy().tolist() == [1.0, 1.0]
@@ -204,7 +204,7 @@ def test_mistakes(name: str) -> None:
         BAD[name][0]()
 
 
-def test_mistakes_with_modes(mode: LocalTensorMode) -> None:
+def test_invalid_local_tensor_modes_are_refused(mode: LocalTensorMode) -> None:
     with pytest.raises(SimulationError, match="inside another"), LocalTensorMode(2):
         pass
     with pytest.raises(SimulationError, match="ranks 0-7 in a world of 4"), LocalTensorMode(8):
@@ -212,7 +212,7 @@ def test_mistakes_with_modes(mode: LocalTensorMode) -> None:
     assert local_tensor_mode() is mode
 
 
-def test_an_error_on_one_rank_names_it(mode: LocalTensorMode) -> None:
+def test_error_on_one_rank_names_the_rank(mode: LocalTensorMode) -> None:
     with pytest.raises(RuntimeError) as raised:
         rank_map(lambda rank: torch.ones(2 + (rank == 2))) + torch.ones(2)
     assert raised.value.__notes__ == [
@@ -220,7 +220,7 @@ def test_an_error_on_one_rank_names_it(mode: LocalTensorMode) -> None:
     ]
 
 
-def test_a_dim_that_broadcasts_on_some_ranks_only_is_refused(mode: LocalTensorMode) -> None:
+def test_dim_that_broadcasts_on_some_ranks_only_is_refused(mode: LocalTensorMode) -> None:
     x = rank_map(lambda rank: torch.ones(1 + rank % 2, 3))
     with pytest.raises(RankDependentError, match="dim -2 would broadcast on rank 0,2"):
         x + torch.ones(2, 3)
@@ -229,7 +229,7 @@ def test_a_dim_that_broadcasts_on_some_ranks_only_is_refused(mode: LocalTensorMo
 # ---- numbers per rank ----
 
 
-def test_numbers_per_rank() -> None:
+def test_arithmetic_of_numbers_per_rank() -> None:
     n = local_int({0: 2, 1: 3, 2: 3})
     assert isinstance(n, torch.SymInt) and isinstance(n.node, LocalIntNode)
     for expression, want in {
@@ -261,7 +261,7 @@ def test_branching_on_a_number_per_rank_is_an_error(name: str) -> None:
         AMBIGUOUS[name](local_int({0: 2, 1: 3}))
 
 
-def test_items_per_rank(mode: LocalTensorMode) -> None:
+def test_item_returns_a_number_per_rank(mode: LocalTensorMode) -> None:
     x = torch.tensor([1.5]) * dist.get_rank()
     assert per_rank(x.item(), RANKS) == [0.0, 1.5, 3.0, 4.5]
     assert torch.tensor(2).item() == 2 and float(torch.ones(1)) == 1.0
@@ -273,7 +273,7 @@ def test_items_per_rank(mode: LocalTensorMode) -> None:
 # ---- where a rank stands ----
 
 
-def test_as_one_rank(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
+def test_as_rank_runs_code_as_one_rank(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
     x = uneven()
     with mode.as_rank(2):
         assert dist.get_rank() == 2 and mesh.get_coordinate() == (1, 0)
@@ -288,7 +288,7 @@ def test_as_one_rank(mode: LocalTensorMode, mesh: DeviceMesh) -> None:
         pass
 
 
-def test_everything_is_given_back(fake_world: Callable[[int], None]) -> None:
+def test_local_tensor_mode_restores_the_process_after_an_error(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     mesh = init_device_mesh("cpu", (4,))
     with pytest.raises(ZeroDivisionError), LocalTensorMode(4) as mode, mode.as_rank(1):
@@ -348,7 +348,7 @@ def test_decorated_functions_run_per_rank(mode: LocalTensorMode) -> None:
         _mine(torch.ones(4, requires_grad=True), dist.get_rank())
 
 
-def test_a_function_with_a_collective_runs_once(mode: LocalTensorMode) -> None:
+def test_decorated_function_with_a_collective_runs_once_per_rank(mode: LocalTensorMode) -> None:
     @maybe_run_for_local_tensor
     def add_then_reduce(x: torch.Tensor, rank: int) -> torch.Tensor:
         x.add_(1)
@@ -378,7 +378,7 @@ def _raise() -> None:
         ),
     ],
 )
-def test_ranks_that_diverge_are_named(mode: LocalTensorMode, of_rank_2: Any, message: str) -> None:
+def test_diverging_ranks_of_rank_map_are_named(mode: LocalTensorMode, of_rank_2: Any, message: str) -> None:
     with pytest.raises(SimulationError, match=message):
         rank_map(lambda rank: of_rank_2() if rank == 2 else dist.all_reduce(torch.ones(1)))
     with pytest.raises(ValueError, match="bad luck"):
@@ -388,7 +388,7 @@ def test_ranks_that_diverge_are_named(mode: LocalTensorMode, of_rank_2: Any, mes
 # ---- random numbers ----
 
 
-def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
+def test_local_tensors_draw_with_a_generator_per_rank(mode: LocalTensorMode) -> None:
     def alone(seed: int) -> list[float]:
         return torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()
 
@@ -409,7 +409,7 @@ def test_ranks_seeded_apart_draw_apart(mode: LocalTensorMode) -> None:
     assert held(rank_map(lambda rank: torch.rand(4, generator=generator.manual_seed(rank)))) == want
 
 
-def test_ranks_that_draw_different_amounts_go_apart(mode: LocalTensorMode) -> None:
+def test_ranks_may_draw_different_amounts(mode: LocalTensorMode) -> None:
     with mode.disable():
         torch.manual_seed(0)
         sequence = torch.rand(4).tolist()
@@ -420,7 +420,7 @@ def test_ranks_that_draw_different_amounts_go_apart(mode: LocalTensorMode) -> No
     assert held(after) == [[sequence[rank]] for rank in RANKS]
 
 
-def test_a_collective_does_not_draw_twice(mode: LocalTensorMode) -> None:
+def test_function_with_a_collective_draws_once(mode: LocalTensorMode) -> None:
     def noisy(rank: int) -> torch.Tensor:
         first = torch.rand(1)
         dist.all_reduce(first)
@@ -435,7 +435,7 @@ def test_a_collective_does_not_draw_twice(mode: LocalTensorMode) -> None:
     assert held(torch.rand(1)) == [[float(c)]] * 4
 
 
-def test_groups_of_another_worlds_mesh_are_not_taken_for_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meshes_of_another_world_with_equal_group_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both worlds count their groups from 0, so that a mesh of thread ranks has a group of the same name."""
     with ThreadWorld(4) as world:
         others = world.run(lambda: [DeviceMesh("cpu", [0, 1]) for _ in range(6)])
@@ -459,7 +459,7 @@ FIBRES = {"inner": [[0, 1], [0, 1], [2, 3], [2, 3]], "outer": [[0, 2], [1, 3], [
 
 
 @pytest.mark.parametrize("which", FIBRES)
-def test_a_collective_on_a_mesh_dim_meets_the_ranks_beside_it(mesh: DeviceMesh, which: str) -> None:
+def test_collectives_along_a_mesh_dim(mesh: DeviceMesh, which: str) -> None:
     """Each collective by itself, on the whole world: test_threads.py."""
     group, me = mesh.get_group(which), dist.get_rank()
     total, sent, part, moved = torch.ones(2) * me, torch.ones(2) * me, torch.zeros(1), torch.zeros(2)
@@ -487,7 +487,7 @@ def test_functional_collectives_have_gradients(mesh: DeviceMesh) -> None:
     assert held(scattered + 0) == [[2.0], [4.0], [4.0], [6.0]]
 
 
-def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
+def test_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
     group = dist.new_group([0, 1])
     x = torch.ones(1) * dist.get_rank()
     with pytest.raises(SimulationError, match=r"does not say what rank 2 does: .* declare_group"):
@@ -503,7 +503,7 @@ def test_an_unknown_group_must_be_declared(mode: LocalTensorMode) -> None:
     assert held(some) == [[2.0], [2.0]]
 
 
-def test_a_subset_of_ranks(fake_world: Callable[[int], None]) -> None:
+def test_local_tensor_mode_of_some_ranks(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     with LocalTensorMode({2, 3}):
@@ -517,7 +517,7 @@ def test_a_subset_of_ranks(fake_world: Callable[[int], None]) -> None:
             dist.all_reduce(x, group=mesh.get_group("outer"))
 
 
-def test_a_mesh_over_some_ranks_in_another_order(fake_world: Callable[[int], None]) -> None:
+def test_mesh_of_some_ranks_in_another_order(fake_world: Callable[[int], None]) -> None:
     fake_world(8)
     with LocalTensorMode([0, 3, 5, 6]):
         mesh = DeviceMesh("cpu", [[6, 0], [3, 5]])
@@ -539,7 +539,7 @@ def test_a_mesh_over_some_ranks_in_another_order(fake_world: Callable[[int], Non
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
-def test_a_dtensor_shows_every_shard(mode: LocalTensorMode) -> None:
+def test_dtensor_shows_every_shard(mode: LocalTensorMode) -> None:
     x = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (4,)), [S0])
     assert held(x.to_local()) == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
     assert per_rank(x._spec.local_shape, RANKS) == [(2,), (2,), (1,), (0,)]
@@ -548,7 +548,7 @@ def test_a_dtensor_shows_every_shard(mode: LocalTensorMode) -> None:
     assert x.shape == (5,) and x.sum().full_tensor().reconcile().item() == 10.0
 
 
-def test_uneven_parts_from_each_rank(mode: LocalTensorMode) -> None:
+def test_from_local_of_uneven_local_tensors(mode: LocalTensorMode) -> None:
     mesh, x = init_device_mesh("cpu", (4,)), uneven().requires_grad_()
     full = DTensor.from_local(x, mesh, [S0], shape=(5, 3), stride=(3, 1)).full_tensor()
     assert full[:, 0].tolist() == [1.0, 1.0, 2.0, 2.0, 3.0]
@@ -562,7 +562,7 @@ def test_uneven_parts_from_each_rank(mode: LocalTensorMode) -> None:
         DTensor.from_local(uneven(), mesh, [S0])
 
 
-def test_writes_and_new_shapes(mode: LocalTensorMode) -> None:
+def test_in_place_ops_on_dtensors_of_local_tensors(mode: LocalTensorMode) -> None:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [S1])
     x[1:].mul_(-1)
@@ -604,7 +604,7 @@ def test_random_ops_draw_what_one_device_would(mode: LocalTensorMode) -> None:
     assert [t.tolist() for t in got] == [t.tolist() for t in want]
 
 
-def test_ranks_seeded_apart_are_brought_in_step(mode: LocalTensorMode) -> None:
+def test_dtensor_draws_synchronize_seeds(mode: LocalTensorMode) -> None:
     mesh = init_device_mesh("cpu", (4,))
     with mode.disable():
         want = torch.rand(6, generator=torch.Generator().manual_seed(0)).tolist()
@@ -623,7 +623,7 @@ def test_dtensors_of_one_rank_are_refused(fake_world: Callable[[int], None]) -> 
     assert (outside * 2).to_local().tolist() == [2.0]
 
 
-def test_functions_of_a_rank_may_use_dtensors(mode: LocalTensorMode) -> None:
+def test_functions_per_rank_may_use_dtensors(mode: LocalTensorMode) -> None:
     mesh = init_device_mesh("cpu", (4,))
     x = distribute_tensor(torch.arange(5.0), mesh, [S0])
 

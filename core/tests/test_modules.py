@@ -80,7 +80,7 @@ def test_recurrent_modules_start_from_zeros(name: str, placed: Any, given: Any) 
 
 
 @on_ranks
-def test_a_plain_input_of_a_recurrent_module_is_refused() -> None:
+def test_plain_input_of_a_recurrent_module_is_refused() -> None:
     module = sharded(nn.GRU(4, 6))
     with pytest.raises(MixedTensorError, match=r"gru got a plain torch\.Tensor of shape \[5, 2, 4\]"):
         module(torch.ones(5, 2, 4))
@@ -92,7 +92,7 @@ def test_a_plain_input_of_a_recurrent_module_is_refused() -> None:
 
 
 @on_worlds
-def test_plain_tensors_are_loaded() -> None:
+def test_modules_load_plain_tensors() -> None:
     """Of a whole plain tensor, which every rank has, each takes its part."""
     torch.manual_seed(0)
     plain, other = nn.Linear(3, 5), nn.Linear(3, 5)
@@ -268,7 +268,7 @@ def test_unpickling_finds_the_mesh_among_equal_ones() -> None:
 
 
 @on_ranks
-def test_parameters_stay_parameters() -> None:
+def test_copied_parameters_are_parameters() -> None:
     parameter = nn.Parameter(_tensor(LAYOUTS[0]))
     (parameter * 2).redistribute(placements=[R]).sum().backward()
     twice = copy.deepcopy([parameter, parameter])

@@ -134,7 +134,7 @@ def _agreed(mesh: DeviceMesh, run: Callable[..., Any], *args: Any) -> Any:
 
 
 @on_ranks
-def test_numbers_that_are_refused() -> None:
+def test_invalid_numbers_are_refused_on_every_rank() -> None:
     """By all ranks alike, whatever was accepted before, and never because of what was refused before."""
     mesh = mesh_of((4,))
 

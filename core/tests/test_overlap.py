@@ -111,7 +111,7 @@ def test_lists_of_tensors_that_share_memory() -> None:
 
 
 @on_ranks
-def test_a_base_that_gets_another_shape() -> None:
+def test_copied_view_survives_a_new_shape_of_its_base() -> None:
     """A view of it that had to be copied is read and written in the old one."""
     views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
     restate = (lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1))
@@ -132,7 +132,7 @@ def test_a_base_that_gets_another_shape() -> None:
 
 
 @on_ranks
-def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -> None:
+def test_squeeze_of_a_sharded_dim_needs_unshared_memory() -> None:
     alone: list[Callable[[Any], Any]] = [
         lambda x: x.squeeze_(1).mul_(3),
         lambda x: x.squeeze_().data.mul_(3),
@@ -163,7 +163,7 @@ def test_a_sharded_dim_is_taken_away_in_place_where_nobody_shares_the_memory() -
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
-def test_memory_between_elements_is_not_made_up() -> None:
+def test_as_strided_over_gaps_is_refused() -> None:
     mesh, full = mesh_of((4,)), _full()[:4, ::2]
     local = full.chunk(4)[mesh.get_local_rank()]
     x = DTensor.from_local(local, mesh, [S(0)], shape=full.shape, stride=full.stride())

@@ -101,7 +101,7 @@ def test_pairs_of_linears(linears: int) -> None:
 
 
 @on_worlds
-def test_pairs_are_looked_for_in_submodules() -> None:
+def test_pairs_are_found_in_submodules() -> None:
     """At any depth, beside a lone Linear, and not within a pair."""
     mesh = mesh_of((4,), ("tp",))
     plain = seeded(lambda: nn.Sequential(nn.Sequential(MLP()), nn.Sequential(nn.Linear(WIDTH, WIDTH), MLP())))
@@ -387,7 +387,7 @@ class Doubling(ParallelStyle):
 
 
 @on_worlds
-def test_meshes_of_several_dims() -> None:
+def test_parallelize_module_on_a_mesh_dim() -> None:
     mesh = mesh_of((2, 2), ("dp", "tp"))
     for dim, index in (("tp", 1), (0, 0), (-1, 1)):
         plain, parallel = seeded(MLP), seeded(MLP)
@@ -517,7 +517,7 @@ def test_ignored_samples() -> None:
 
 
 @on_worlds
-def test_refused() -> None:
+def test_invalid_targets_raise_on_every_rank() -> None:
     mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
     for placements in ([R, S1], [S0, S1], [S1, S0]):
@@ -536,7 +536,7 @@ def test_refused() -> None:
 
 
 @on_worlds
-def test_ways_to_call() -> None:
+def test_loss_parallel_and_cross_entropy_agree() -> None:
     mesh = mesh_of((4,), ("tp",))
     logits, target, weight = _random((6, 12), (6,), 12)
     x = logits.clone().requires_grad_()
@@ -564,7 +564,7 @@ def test_ways_to_call() -> None:
 
 
 @on_worlds
-def test_other_ops_inside() -> None:
+def test_loss_parallel_leaves_other_ops_unchanged() -> None:
     """The context is about cross_entropy: what else is computed of class-sharded logits inside is as outside."""
     mesh = mesh_of((4,), ("tp",))
     logits, target, _ = _random((6, 12), (6,), 12)

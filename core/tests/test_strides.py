@@ -379,7 +379,7 @@ def test_from_local(sizes: tuple[int, ...]) -> None:
 
 
 @on_ranks
-def test_expanded_and_lazily_negated_ones() -> None:
+def test_expanded_and_lazily_negated_local_tensors() -> None:
     """Memory that says less, or other, than the values."""
     mesh, first = mesh_of((4,)), dist.get_rank() == 0
     row = torch.tensor([[1.0, 2.0]])

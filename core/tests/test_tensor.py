@@ -164,7 +164,7 @@ def test_placements_of_torch_are_understood() -> None:
 
 @pytest.mark.parametrize("placement", (S0, S1, R, P))
 @on_ranks
-def test_nothing_is_sent_of_tensors_on_the_meta_device(placement: Any) -> None:
+def test_meta_tensors_send_nothing(placement: Any) -> None:
     """On a rank whose shard is empty, too."""
     tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
     with count_collectives() as count:
@@ -264,7 +264,7 @@ SENDING = {"ranks differ", "wrong shape"}
 
 @pytest.mark.parametrize("name", MISTAKES)
 @on_worlds
-def test_mistakes_get_one_clear_error_everywhere(name: str) -> None:
+def test_mistakes_raise_the_same_error_on_every_rank(name: str) -> None:
     call, message = MISTAKES[name]
     case = Mistakes()
     with count_collectives() as count, pytest.raises((CoreError, ValueError), match=message) as caught:
@@ -275,7 +275,7 @@ def test_mistakes_get_one_clear_error_everywhere(name: str) -> None:
 
 
 @on_worlds
-def test_values_for_python_and_numpy() -> None:
+def test_conversion_to_python_and_numpy() -> None:
     full = torch.arange(12.0).view(4, 3)
     x = distribute_tensor(full, mesh_of((4,)), [Shard(0)], src_data_rank=None)
     assert x.tolist() == full.tolist() and f"{x.sum():.1f}" == "66.0"
@@ -314,7 +314,7 @@ class _Two(torch.autograd.Function):
 
 
 @on_ranks
-def test_functions_whose_outputs_are_not_all_used() -> None:
+def test_unused_outputs_of_autograd_functions() -> None:
     """Autograd gives plain zeros for the others."""
     mesh, full = mesh_of((4,)), torch.arange(15.0).view(5, 3)
     for placed in (S(0), R, P):
@@ -359,7 +359,7 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
 
 
 @on_ranks
-def test_a_copied_view_of_an_expanded_tensor() -> None:
+def test_copied_view_of_an_expanded_tensor_is_read_only() -> None:
     """It is read as it should be; which of its elements a write would leave in the base is not known."""
     x = place(torch.arange(2.0), S(0))
     seen = x.expand(2, 2).diagonal()
@@ -371,7 +371,7 @@ def test_a_copied_view_of_an_expanded_tensor() -> None:
 
 @pytest.mark.parametrize("shape", ((5, 3), (8, 4), (1, 1)))
 @on_ranks
-def test_names_of_torch(shape: Any) -> None:
+def test_local_shapes_and_offsets_equal_torch(shape: Any) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     assert S.local_shard_size_and_offset(10, 4, 3) == (1, 9) and S.local_shard_size_and_offset(5, 4, 3) == (
         0,

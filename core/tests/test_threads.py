@@ -226,7 +226,7 @@ def test_subgroups_and_meshes() -> None:
     torch.testing.assert_close(x, _all(2).sum(0))
 
 
-def test_64_ranks() -> None:
+def test_world_of_64_ranks() -> None:
     def body() -> float:
         mesh, full = init_device_mesh("cpu", (4, 4, 4)), torch.arange(512.0).view(8, 8, 8)
         x = core.distribute_tensor(full, mesh, [core.Shard(d) for d in range(3)])

@@ -59,7 +59,6 @@ FAST = (
     "core/tests/test_compile_from_local.py::test_graphs_do_not_ask_other_ranks",
     "core/tests/test_compile_kinds.py::test_export*",
     "core/tests/test_compile_writes.py::test_write_to_a_result_shows_*",
-    "core/tests/test_same_graph.py::test_ranks_compute_the_same*",
 )
 
 
