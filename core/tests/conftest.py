@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[ThreadWorlds | Worlds]:
-    """`ranks(fn, *args, world_size=4)` runs a function on ranks that are threads of this process."""
+    """Runs a function on ranks that are threads of this process: `ranks(fn, *args, world_size=4)`."""
     worlds = Worlds() if BACKEND else ThreadWorlds()
     yield worlds
     worlds.close()
@@ -33,7 +33,7 @@ def ranks() -> Iterator[ThreadWorlds | Worlds]:
 
 @pytest.fixture(scope="session")
 def gloo_ranks() -> Iterator[Worlds]:
-    """As `ranks`, for a function defined at module level, on real gloo processes: slow, see tiers.py."""
+    """Runs a function of a module on real gloo processes. Such tests are slow, see tiers.py."""
     worlds = Worlds()
     yield worlds
     worlds.close()
@@ -41,7 +41,7 @@ def gloo_ranks() -> Iterator[Worlds]:
 
 @pytest.fixture(params=[BACKEND] if BACKEND else ["threads", "local"])
 def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
-    """As `ranks`, for a test of two flavours: on threads, and run once for all ranks as LocalTensors."""
+    """Runs a function on ranks that are threads and, in a second test, once for all ranks as LocalTensors."""
     if request.param == "local":
         return LocalWorlds()
     threads: ThreadWorlds = request.getfixturevalue("ranks")
@@ -50,13 +50,13 @@ def worlds(request: pytest.FixtureRequest) -> AnyWorlds:
 
 @pytest.fixture(scope="session", autouse=DEVICE_TYPE == "cuda")
 def current_gpu() -> None:
-    """A mesh warns of ranks that select none."""
+    """Selects a GPU: a DeviceMesh warns of ranks that have not selected one."""
     torch.cuda.set_device(0)
 
 
 @pytest.fixture
 def fake_world() -> Iterator[Callable[..., None]]:
-    """`fake_world(n, rank=0)` makes this process a rank of a world of n without transport."""
+    """Makes this process a rank of a process group without transport: `fake_world(size, rank=0)`."""
 
     def start(size: int, rank: int = 0) -> None:
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -68,14 +68,14 @@ def fake_world() -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def group(fake_world: Callable[[int], None]) -> dist.ProcessGroup:
-    """Of 8 ranks without transport."""
+    """A process group of 8 ranks without transport."""
     fake_world(8)
     return dist.group.WORLD
 
 
 @pytest.fixture
 def own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives a rank of a fake group its own part of a reduce-scatter, as torch 2.13 does; 2.11 writes nothing."""
+    """Lets a reduce-scatter of a fake group return the rank's own input, as torch 2.13 does; 2.11 writes nothing."""
     reduce_scatter = comm.reduce_scatter
 
     def reduce(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, **options: Any) -> Any:

@@ -46,28 +46,24 @@ STDERR_TAIL = 4000  # characters of a rank's stderr shown with its failure
 
 
 class RankError(Exception):
-    """A rank raised, hung or died. `failures`: rank -> its error."""
-
-    def __init__(self, message: str, failures: dict[int, str]) -> None:
-        super().__init__(message)
-        self.failures = failures
+    """A rank raised, hung or died."""
 
 
 # --- decorators of tests ---------------------------------------------------------------------------
 
 
 def on_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
-    """Decorator: a test that every rank executes, a thread of this process, with what pytest parametrizes it with."""
+    """Decorator of a test that every rank executes. Ranks are threads; pytest's parameters are passed on."""
     return _with_fixture(fn, "ranks", world_size)
 
 
 def on_gloo_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
-    """As `on_ranks`, on real gloo processes: for what threads of one process cannot show."""
+    """Like `on_ranks`, but ranks are gloo processes, for behaviour that threads do not have."""
     return _with_fixture(fn, "gloo_ranks", world_size)
 
 
 def on_worlds(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
-    """As `on_ranks`, in both flavours: see the fixture `worlds`."""
+    """Like `on_ranks`, but with both kinds of simulated ranks: see the fixture `worlds`."""
     return _with_fixture(fn, "worlds", world_size)
 
 
@@ -88,12 +84,12 @@ def _with_fixture(fn: Callable[..., None] | None, fixture: str, world_size: int)
 
 # --- meshes of ranks -------------------------------------------------------------------------------
 
-# Groups are costly, so a rank's meshes are kept: a rank may be a thread.
+# Thread -> its meshes, kept because process groups are expensive to create.
 _meshes: weakref.WeakKeyDictionary[threading.Thread, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
-    """On a rank: the mesh of the first ranks in this shape, made once per world.
+    """Returns the mesh of the first ranks in this shape, made once per world.
 
     Every rank of the world must ask for the same meshes in the same order.
     """
@@ -103,7 +99,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any
 
 
 def mesh_in(order: list[Any], names: tuple[str, ...] | None = None) -> Any:
-    """As `mesh_of`, of these ranks in this order."""
+    """Like `mesh_of`, for the given ranks in the given order."""
     from torch.distributed.device_mesh import DeviceMesh
 
     mine, key = _meshes.setdefault(threading.current_thread(), {}), f"{order} {names}"
@@ -113,7 +109,7 @@ def mesh_in(order: list[Any], names: tuple[str, ...] | None = None) -> Any:
 
 
 def forget_meshes() -> None:
-    """For worlds of this thread, whose meshes end with them."""
+    """Forgets the meshes of this thread, whose world is destroyed."""
     _meshes.pop(threading.current_thread(), None)
 
 
@@ -153,7 +149,7 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, stderr
 
 
 def _answer(name: tuple[str, str], filters: Sequence[tuple[Any, ...]], payload: bytes) -> bytes:
-    """(the result, None), or (the error's text, the error if it travels)."""
+    """Returns a pickled (True, result, None) or (False, text of the error, the error if it can be pickled)."""
     try:
         with warnings.catch_warnings():
             warnings.filters[:] = filters
@@ -206,13 +202,13 @@ class World:
         failures |= {r: answers[r][1] for r in errors}
         failures |= {r: f"did not answer in time:\n{self._tail(r)}" for r in silent if r not in dead}
         texts = "\n".join(f"rank {r} in {fn.__qualname__}: {text}" for r, text in failures.items())
-        raise RankError(texts, failures) from errors.get(next(iter(failures)))
+        raise RankError(texts) from errors.get(next(iter(failures)))
 
     def _tail(self, rank: int) -> str:
         return self._stderr(rank).read_text(errors="replace")[-STDERR_TAIL:].rstrip()
 
     def _collect(self, deadline: float) -> dict[int, tuple[bool, Any, BaseException | None]]:
-        """Answers by rank, until all are in, or the time (shortened by the first failure) is over."""
+        """Returns the answers by rank that arrive before the deadline, which the first failure brings forward."""
         answers: dict[int, tuple[bool, Any, BaseException | None]] = {}
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         while waiting and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Simulated ranks for tests: threads that take turns, or the test's function run once in a LocalTensorMode."""
+"""Simulated ranks for tests: threads that take turns, or one run of the function in a LocalTensorMode."""
 
 import inspect
 import traceback
@@ -15,20 +15,20 @@ from dtbench_core.simulate.threads import diverged
 
 
 class LocalWorlds:
-    """Called as `gloo_world.Worlds` is, with functions that a LocalTensorMode can follow."""
+    """Ranks as LocalTensors. Has the interface of `gloo_world.Worlds`, for functions that a LocalTensorMode can run."""
 
     def __call__(
         self, fn: Callable[..., Any], *args: Any, world_size: int = WORLD_SIZE, **kwargs: Any
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` once; its result as each rank has it."""
-        forget_meshes()  # its meshes belong to worlds that are gone
+        """Runs `fn(*args, **kwargs)` once; returns the result of each rank."""
+        forget_meshes()  # the meshes of this thread belong to destroyed worlds
         dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
         try:
             with LocalTensorMode(world_size):
                 result = inspect.unwrap(fn)(*args, **kwargs)
             return per_rank(result, range(world_size))
         except Exception as error:
-            raise RankError(f"simulated ranks in {fn.__qualname__}: {error}", {}) from error
+            raise RankError(f"simulated ranks in {fn.__qualname__}: {error}") from error
         finally:
             dist.destroy_process_group()
             forget_meshes()
@@ -36,7 +36,7 @@ class LocalWorlds:
 
 
 class ThreadWorlds:
-    """Ranks that are threads of this process, kept from call to call."""
+    """Ranks that are threads of this process. The threads are reused by later calls."""
 
     def __init__(self) -> None:
         self._worlds: dict[int, ThreadWorld] = {}
@@ -49,13 +49,13 @@ class ThreadWorlds:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """`fn(*args, **kwargs)` on every rank: the results, by rank.
+        """Runs `fn(*args, **kwargs)` on every rank; returns the results by rank.
 
-        timeout_s: of processes; threads that hang are seen at once.
+        Args:
+            timeout_s: ignored, since a hang of threads is detected immediately.
 
         Raises:
-            RankError: a rank raised (its exception is the cause); `failures` has those that were not merely stopped
-                because they waited for it.
+            RankError: a rank raised. Its exception is the cause.
         """
         if world_size not in self._worlds:
             self._worlds[world_size] = ThreadWorld(world_size)
@@ -66,8 +66,7 @@ class ThreadWorlds:
         lines = {o.rank: "".join(traceback.format_exception_only(o.error)).strip() for o in failed}
         why = diverged(outcomes) or ""
         message = "\n".join([why, *(f"rank {r} in {fn.__qualname__}: {line}" for r, line in lines.items())])
-        own = {o.rank: lines[o.rank] for o in failed if not o.stopped}
-        raise RankError(message.strip(), own) from failed[0].error
+        raise RankError(message.strip()) from failed[0].error
 
     def close(self) -> None:
         for world in self._worlds.values():

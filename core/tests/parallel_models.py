@@ -1,4 +1,4 @@
-"""Models that the tests of tensor parallelism cut, and how they are compared with the plain ones."""
+"""Models for the tests of tensor parallelism, and comparisons with the plain models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the heads a rank holds follow from the width of its projections."""
+    """Causal self-attention. A rank has as many heads as fit the width of its projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block with a norm before each half."""
+    """A pre-norm transformer block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = 
 
 
 def assert_trains_alike(plain: nn.Module, parallel: nn.Module, inputs: Tensor, **options: Any) -> None:
-    """One step on the same whole input, which has a gradient: outputs and all gradients."""
+    """Asserts that a forward and backward pass on the same input gives equal outputs and gradients."""
     x, y = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     expected, got = plain(x), parallel(y)
     torch.testing.assert_close(got, expected, **options)

@@ -1,4 +1,4 @@
-"""Tensors and modules placed on the mesh of a test's world, and made whole again."""
+"""Helpers that distribute tensors and modules over the mesh of a test's world, and gather them."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -13,19 +13,18 @@ from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module
 
 
 def full(tree: Any) -> Any:
-    """Each DTensor of it as the whole tensor."""
+    """Replaces each DTensor of a pytree by its full tensor."""
     return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
 
 
 def place(tensor: torch.Tensor, *placements: Placement, mesh: Sequence[int] = (4,)) -> DTensor:
-    """Every rank's part of its own copy, replicated where nothing is said; nothing is sent."""
+    """Distributes a tensor that all ranks have, without communication. It is replicated if no placements are given."""
     placed = placements or (Replicate(),) * len(mesh)
     return distribute_tensor(tensor, mesh_of(tuple(mesh)), placed, src_data_rank=None)
 
 
 def sharded(module: nn.Module, placement: Placement | None = None) -> nn.Module:
-    """A copy whose parameters are DTensors, by rows if not said; its buffers, also those of parametrizations, are
-    replicated."""
+    """Returns a copy of a module with distributed parameters, by default sharded by rows, and replicated buffers."""
 
     def spread(name: str, part: nn.Module, mesh: Any) -> None:
         for key, parameter in list(part.named_parameters(recurse=False)):
@@ -37,7 +36,7 @@ def sharded(module: nn.Module, placement: Placement | None = None) -> nn.Module:
 def assert_like_plain(
     fn: Callable[..., Any], plain: Sequence[torch.Tensor], placed: Sequence[DTensor], where: object = ""
 ) -> None:
-    """fn of the placed tensors has the value and, where they require them, the gradients that it has of the plain."""
+    """Asserts that `fn` has the same value and gradients for the placed tensors as for the plain ones."""
     results, gradients = (fn(*plain), fn(*placed)), []
     for result, inputs in zip(results, (plain, placed), strict=True):
         weights = torch.arange(1.0, result.numel() + 1).view(result.shape) / 7

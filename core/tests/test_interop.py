@@ -63,7 +63,7 @@ def test_conversion_round_trip() -> None:
             torchs = to_torch(ours)
             message = f"{mesh_shape} {placements} {shape}"
             assert type(torchs) is theirs.DTensor and torchs.shape == shape, message
-            assert torchs.device_mesh is mesh and torchs.stride() == ours.stride(), message
+            assert torchs.device_mesh == mesh and torchs.stride() == ours.stride(), message
             assert torchs.to_local().data_ptr() == ours.to_local().data_ptr(), message
             if mesh.get_coordinate() is not None:
                 assert torch.equal(torchs.full_tensor(), _values(shape)), message

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from core.tests.gloo_world import REDUCES_PRODUCTS, WORLD_SIZE, mesh_of, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
 from core.tests.on_device import DEVICE_TYPE, torch
-from core.tests.operations import counted
 from core.tests.test_ops import place
 from dtbench_core import (
     DTensor,
@@ -25,7 +24,6 @@ from dtbench_core import (
     PlacementError,
     Replicate,
     Shard,
-    StridedShard,
     count_collectives,
 )
 from dtbench_core.layout.placement import Placements, describe
@@ -154,7 +152,7 @@ def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torc
     term, summed = full.clone(), 1
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
-            ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            ranks, rank = mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim]
             away = (rank + 1) * 8.0 if rank else 0.0
             op = placement.reduce_op
             if op in ("max", "min"):
@@ -174,7 +172,7 @@ def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch
     part = _terms(full, mesh, placements)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            part = placement.part(part, mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
+            part = placement.part(part, mesh.size(mesh_dim), mesh.get_coordinate()[mesh_dim])
     return part.clone(memory_format=torch.contiguous_format)
 
 
@@ -340,17 +338,3 @@ def test_mesh_may_first_be_used_under_a_fake_tensor_mode(mesh: DeviceMesh) -> No
         assert tensor.redistribute(placements=[S1, S0]).to_local().shape == (8, 1)
     real = DTensor.from_local(torch.ones(2, 3), fresh, [S0, S0]).full_tensor()
     assert type(real) is torch.Tensor and real.shape == (16, 3), "plans made for fake tensors serve real ones"
-
-
-@pytest.mark.parametrize("dst", [R, S1])
-def test_index_of_strided_shards_is_cached(mesh: DeviceMesh, dst: Placement) -> None:
-    tensor = DTensor.from_local(
-        torch.ones(8, 4), init_device_mesh(DEVICE_TYPE, (8,)), [StridedShard(0, 2)], run_check=False
-    )
-    made = []
-    for _ in range(2):
-        with counted() as operations:
-            tensor.redistribute(placements=[dst])
-        assert "index_copy_" in operations.names
-        made.append([name for name in operations.names if name in ("arange", "cat", "_to_copy")])
-    assert made[0] and not [name for name in made[1] if name == "arange"], made
