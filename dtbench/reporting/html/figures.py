@@ -93,7 +93,7 @@ LOOKS = (
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. It is only drawn if the page has room for it.
+    """A drawing. It is only drawn if the page has room for it.
 
     Attributes:
         title: title above the drawing.

@@ -206,7 +206,7 @@ def _table(cases: Sequence[ReportCase]) -> Table:
     measured = [m for _, m in entries]
     params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
     spreads = [m.rank_spread for m in measured]
-    quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper": "p75_s"}
+    quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper quartile": "p75_s"}
     note = "A sample is the longest time of all ranks; bandwidths are those of the lower quartile"
     if all(m.p25_s == m.p75_s for _, m in all_entries):  # a log has one time per size
         quartiles, note = {"time": "estimate_s"}, "There is one time per size"

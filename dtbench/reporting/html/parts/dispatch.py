@@ -38,7 +38,7 @@ def fill(section: ReportSection, material: Material) -> None:
         meshes = " and ".join(distinct(str(c.get("mesh")) for c in cached if c.get("mesh")))
         section.lead += (
             "A cached call looks up the sharding, runs the local op and wraps the result. One process simulates one "
-            f"rank of a larger world{f', its mesh {meshes}' if meshes else ''}. "
+            f"rank of a larger world{f' with mesh {meshes}' if meshes else ''}. "
         )
         if any(FLOOR in c.impls for c in cached):
             section.lead += "The floor is the same op on plain local tensors. "
@@ -49,7 +49,7 @@ def fill(section: ReportSection, material: Material) -> None:
             section.headlines.append((f"+{format_seconds(first_s)}", words))
         for kind, of_kind in group_by(cached, lambda c: kind_of(c.name, c.params)).items():
             section.lead += compare_core_with_torch(
-                section, of_kind, f"cached call: {kind}", f"Of {kind}, cached, the"
+                section, of_kind, f"cached call ({kind})", f"For cached {kind}, the"
             )
         note_slow_floors(section, cached)
         grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))

@@ -149,11 +149,11 @@ def _table(skews: Sequence[RankSkew], header: Header) -> Table:
             *columns.times(
                 [
                     (word, [quartiles[i] for quartiles in late])
-                    for i, word in enumerate(("late, p25", "median", "p75"))
+                    for i, word in enumerate(("delay, p25", "median", "p75"))
                 ]
             ),
             columns.percents("last", [skew.last.get(rank, 0) for skew, rank in rows], 0, "% of samples"),
-            *columns.bandwidths([("bus, group", [skew.busbw_Bps.get(rank) for skew, rank in rows])]),
+            *columns.bandwidths([("group’s bus", [skew.busbw_Bps.get(rank) for skew, rank in rows])]),
         ],
         folded=True,
     )

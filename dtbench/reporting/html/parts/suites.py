@@ -151,7 +151,7 @@ def compare_core_with_torch(
     if len(comparable) < FEWEST_CASES:
         return ""
     mean, words = mean_ratio(comparable, "core", "torch")
-    section.headlines.append((format_speedup(mean), f"the core than torch, time per {unit}: {words}"))
+    section.headlines.append((format_speedup(mean), f"core vs torch, time per {unit}: {words}"))
     section.outcome = section.outcome or f"the core is {format_speedup(mean, 'torch')} per {unit}"
     return f"{opening} core is {format_speedup(mean, 'torch')} (geometric mean of {len(comparable)} cases). "
 
@@ -229,7 +229,7 @@ def other_suites(claimed: Collection[str]) -> Part:
             section,
             {f"Suite {suite}": cases for suite, cases in suites.items()},
             lambda c: " ".join([c.name, *(param_text(p, c.params[p]) for p in differing if p in c.params)]),
-            "Time per call, with a line to the upper quartile, of the suites without a section of their own.",
+            "Time per call, with a line to the upper quartile.",
             folded="Case by case" if len(suites) < len(material.suites) else "",
         )
         for suite, cases in suites.items():
