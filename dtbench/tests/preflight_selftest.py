@@ -42,9 +42,9 @@ from dtbench.preflight.examine import (
     examine,
     pairs,
     rounds_of,
+    slower_times,
     turns_of,
     work,
-    slower_times,
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, PreflightRequest

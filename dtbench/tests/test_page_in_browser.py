@@ -199,7 +199,9 @@ def test_print_has_what_is_open_and_says_what_it_lacks(browser: Any, path: Path,
         inside = "e => [e.scrollHeight <= e.clientHeight + 1, getComputedStyle(e).overflowY]"
         assert visit.page.locator(".filter + .scroll").evaluate(inside) == [True, "visible"]
         assert visit.page.locator("#changes-table tbody tr").locator("visible=true").count() == 100
-        assert visit.page.locator(".on-paper.cut").inner_text() == "Only the first 100 of 308 cases are printed."
+        assert (
+            visit.page.locator(".on-paper.cut").inner_text() == "Only the first 100 of 308 cases are printed."
+        )
         assert visit.page.evaluate(WIDTH) <= 688 and visit.pages() <= 8
 
 

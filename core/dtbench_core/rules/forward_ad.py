@@ -27,9 +27,9 @@ def same_placements(tensor: Value, tangent: Any) -> bool:
     unknown = isinstance(tensor, Wrapper) and not is_functional(held_by(tensor))
     if tracer is not None and unknown and traced_value(tensor, tracer) is tensor:
         raise NoRuleError(
-            f"got a tangent of {tensor._spec} in a traced graph, expected this tensor to be an input of the graph, as it "
-            "is not with torch.func.linearize; the graph would contain its current values: use torch.func.jvp, or trace "
-            "a function that has tensor and tangent as inputs"
+            f"got a tangent of {tensor._spec} in a traced graph, expected this tensor to be an input of the graph "
+            "(with torch.func.linearize it is not, and the graph would contain its current values): "
+            "use torch.func.jvp, or trace a function that has tensor and tangent as inputs"
         )
     return isinstance(tensor, Wrapper) and isinstance(tangent, Wrapper) and tensor._spec is tangent._spec
 
