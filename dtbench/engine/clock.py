@@ -1,7 +1,4 @@
-"""Clocks behind one protocol: the host's, the work's on a CPU, the work's on a GPU.
-
-A clock says how long `calls` calls took, per call. Tests put a fake in their place.
-"""
+"""The clocks that time samples: of the calling thread, and of the work on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -17,37 +14,39 @@ from dtbench.suite.case import Instrument
 if TYPE_CHECKING:
     import torch
 
-# Marks that tie a GPU's clock to the host's before a sample: more than one, as an interrupt widens its bounds.
+# Events that relate a GPU's clock to the host's before a sample: several, as an interrupt widens a mark's bounds.
 _MARKS = 3
-# A GPU is kept busy for so long before a sample of the host's time, at first and at most: ten calls of a DTensor op
-# take less than the first, and each sample waits for it.
-OCCUPIED_S, MOST_OCCUPIED_S = 2e-3, 0.2
-# The share of it that the calls may take; and what is left of a length after a sample that needs less, so that a slow
-# first call does not lengthen all later samples.
-SPARE, FADE = 0.8, 0.7
+# The GPU is kept busy for so long before a sample of the host's time, at first and at most. Ten calls of a DTensor op
+# take less than 2 ms, and each sample waits for the GPU's work.
+OCCUPIED_S, MAX_OCCUPIED_S = 2e-3, 0.2
+# The calls may take this share of the busy time.
+OCCUPIED_SHARE = 0.8
+# The busy time shrinks by this factor per sample at most, and so recovers from a slow first call.
+OCCUPIED_DECAY = 0.7
 
 
 class Clock(Protocol):
-    """Measures calls.
+    """A clock that times calls.
 
-    started_ns: when the last sample began, on the running kernel's monotonic clock; None before the first.
-    error_ns: how far off that may be.
+    Attributes:
+        started_ns: begin of the last sample, on the kernel's monotonic clock; None before the first.
+        error_ns: uncertainty of `started_ns`.
     """
 
     started_ns: int | None
     error_ns: float
 
     def settle(self, *, cold: bool = False) -> None:
-        """Before a sample, untimed: waits for earlier work; `cold` also empties the device's cache."""
+        """Waits for earlier work before a sample; with `cold`, also empties the device's cache."""
         ...
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds per call of `run`, called `calls` times."""
+        """Calls `run` `calls` times. Returns seconds per call."""
         ...
 
 
 class HostClock:
-    """The calling thread's wall time. On a CPU, where the caller does the work, also the work's."""
+    """Wall time of the calling thread, which on a CPU is also the time of the work."""
 
     started_ns: int | None = None
     error_ns = 0.0
@@ -66,8 +65,7 @@ class HostClock:
 
 
 class HostClockOnGpu(HostClock):
-    """The calling thread's time where calls enqueue GPU work: starts each sample with an empty queue,
-    so that a full one does not hold the caller up."""
+    """Wall time of the calling thread for calls that enqueue GPU work. Each sample starts with an empty queue."""
 
     def __init__(self, gpus: Gpus) -> None:
         self._gpus = gpus
@@ -77,10 +75,10 @@ class HostClockOnGpu(HostClock):
 
 
 class HostClockOnBusyGpu(HostClockOnGpu):
-    """The calling thread's time while the GPU is at earlier work, as in a training step whose host runs ahead.
+    """Wall time of the calling thread while the GPU is busy, as in a training step whose host runs ahead.
 
-    What the GPU is given first is to last until the calls are over: its length follows what the last samples took.
-    More launches than the driver queues (about 1,024) hold the caller up all the same.
+    The GPU gets work that lasts until the calls are over; its length follows the last samples. More launches than the
+    driver queues (about 1,024) delay the caller all the same.
     """
 
     def __init__(self, gpus: Gpus) -> None:
@@ -90,17 +88,19 @@ class HostClockOnBusyGpu(HostClockOnGpu):
     def measure(self, run: Callable[[], object], calls: int) -> float:
         self._gpus.occupy(self._occupied_s)
         seconds = super().measure(run, calls)
-        wanted_s = max(OCCUPIED_S, seconds * calls / SPARE, FADE * self._occupied_s)
-        self._occupied_s = min(wanted_s, MOST_OCCUPIED_S)
+        next_s = max(OCCUPIED_S, seconds * calls / OCCUPIED_SHARE, OCCUPIED_DECAY * self._occupied_s)
+        self._occupied_s = min(next_s, MAX_OCCUPIED_S)
         return seconds
 
 
 class GpuClock:
-    """The GPU's time between two events on the current stream. On an idle GPU that begins before the first launch: a
-    sample of one call holds the host's time to launch it (microseconds), and one of many small kernels is the host's.
+    """The GPU's time between two events on the current stream.
 
-    An event on an idle GPU, between two readings of the host's clock, ties the clocks together: so `started_ns`, the
-    start event's time, is on the host's clock, and off by at most `error_ns`.
+    On an idle GPU the first event passes before the first kernel is launched. So a sample of one call includes the
+    host's launch time (microseconds), and the host's time determines a sample of many small kernels.
+
+    Events on an idle GPU, each between two readings of the host's clock, relate the two clocks. `started_ns`, the time
+    of the start event, is on the host's clock, with an uncertainty of `error_ns`.
     """
 
     def __init__(self, device: torch.device, gpus: Gpus) -> None:
@@ -111,17 +111,17 @@ class GpuClock:
         self._gpus = gpus
         self._start, self._end = gpus.event(), gpus.event()
         self._marks = [gpus.event() for _ in range(_MARKS)]
-        # What to add to the GPU's time since the first mark to have the host's clock.
+        # From the GPU's time since the first mark to the host's clock.
         self._offset = SAME_CLOCK
-        # Twice the L2: writing it leaves no line of the case's buffers behind, whatever the
-        # replacement policy keeps of the first half.
+        # Twice the L2: writing it evicts all of the case's buffers, even if the replacement policy keeps a part of the
+        # first half.
         self._flush = torch.empty(max(2 * gpus.l2_bytes(device), 1), dtype=torch.uint8, device=device)
 
     def settle(self, *, cold: bool = False) -> None:
         if cold:
             self._flush.zero_()
         self._gpus.synchronize()
-        self._tie_clocks()
+        self._relate_clocks()
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
         self._start.record()
@@ -133,24 +133,30 @@ class GpuClock:
         self.error_ns = self._offset.uncertainty_ns
         return float(self._start.elapsed_time(self._end)) * 1e-3 / calls
 
-    def _tie_clocks(self) -> None:
-        """Anew before each sample: clocks drift apart, by microseconds in a second."""
+    def _relate_clocks(self) -> None:
+        """Runs before each sample, since the clocks drift apart by microseconds per second."""
         readings = []
         for mark in self._marks:
-            before = perf_counter_ns()
+            earliest_ns = perf_counter_ns()
             mark.record()
             mark.synchronize()
-            readings.append((before, mark, perf_counter_ns()))
-        shown = [(before, self._since_first_mark_ns(mark), after) for before, mark, after in readings]
-        self._offset = offset_from_marks((before, at, at, after) for before, at, after in shown)
+            readings.append((earliest_ns, mark, perf_counter_ns()))
+        self._offset = offset_from_marks(
+            (earliest_ns, gpu_ns, gpu_ns, latest_ns)
+            for earliest_ns, mark, latest_ns in readings
+            for gpu_ns in [self._since_first_mark_ns(mark)]
+        )
 
     def _since_first_mark_ns(self, event: GpuEvent) -> float:
         return float(self._marks[0].elapsed_time(event)) * 1e6
 
 
 def clocks_of(device: torch.device) -> dict[Instrument, Clock]:
-    """The clocks that cases ask for by name, on this device."""
+    """Returns the clock of each kind of case on this device."""
     if not is_gpu(device):
         return dict.fromkeys(("host", "busy", "device"), HostClock())
-    of_host, busy = HostClockOnGpu(gpus()), HostClockOnBusyGpu(gpus())
-    return {"host": of_host, "busy": busy, "device": GpuClock(device, gpus())}
+    return {
+        "host": HostClockOnGpu(gpus()),
+        "busy": HostClockOnBusyGpu(gpus()),
+        "device": GpuClock(device, gpus()),
+    }

@@ -1,11 +1,10 @@
-"""One clock for all ranks: rank 0's host clock.
+"""Offsets between clocks, with their uncertainty: from a GPU or profiler to its host, and from a host to rank 0.
 
-    a GPU's or the profiler's clock -> this rank's host clock      by marks that are recorded between two readings
-    this rank's host clock -> rank 0's host clock                  the same clock on the same host; on others an
-                                                                   exchange over the store, as NTP does it
+    GPU's or profiler's clock -> this rank's host clock     by marks recorded between two readings of the host's clock
+    this rank's host clock -> rank 0's host clock           the same clock on one host; else pings over the store,
+                                                            as in NTP
 
-Both give an offset and how wrong it may be; errors add up. On one clock, `lateness_s` says how much later than the
-first each rank began a sample.
+On a common clock, `lateness_s` returns how much later than the first each rank began a sample.
 """
 
 from __future__ import annotations
@@ -24,14 +23,19 @@ if TYPE_CHECKING:
 
     from dtbench.engine.ranks import StoreRanks
 
-# Round trips over the store, of which the quickest decides: with every case, so few.
-_EXCHANGES = 10
+# Round trips over the store, of which the quickest counts. Few, since they are repeated for every case.
+_PINGS = 10
 ReadNs = Callable[[], int]  # a reading of a clock
 
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to one clock to read another, ns; and how far off that may be."""
+    """An offset between two clocks.
+
+    Attributes:
+        ns: nanoseconds to add to one clock to get the other.
+        uncertainty_ns: the largest error of `ns`.
+    """
 
     ns: float
     uncertainty_ns: float
@@ -41,67 +45,74 @@ SAME_CLOCK = Offset(0.0, 0.0)
 
 
 def offset_from_marks(marks: Iterable[tuple[float, float, float, float]]) -> Offset:
-    """From marks (host clock before, start, end on the profiler's clock, host clock after), ns.
+    """Returns the offset from another clock to the host's.
 
-    Every mark lies between its two readings, which bounds the offset from both sides. Where no offset
-    satisfies all marks, because the clocks drift apart, the tightest one counts.
+    Every mark lies between two readings of the host's clock, which bounds the offset from both sides. If the clocks
+    drift so far that no offset satisfies all marks, the tightest mark counts.
+
+    Args:
+        marks: (host's clock before the mark, its start and end on the other clock, host's clock after it), ns.
     """
-    bounds = [(before - start, after - end) for before, start, end, after in marks]
-    low, high = max(b[0] for b in bounds), min(b[1] for b in bounds)
+    bounds = [(host_start - start, host_end - end) for host_start, start, end, host_end in marks]
+    low, high = max(bound[0] for bound in bounds), min(bound[1] for bound in bounds)
     if low > high:
-        low, high = min(bounds, key=lambda b: b[1] - b[0])
+        low, high = min(bounds, key=lambda bound: bound[1] - bound[0])
     return Offset((low + high) / 2, abs(high - low) / 2)
 
 
-def mean_offset(before: Offset, after: Offset) -> Offset:
-    """For the time between two measurements of one offset, which drifts meanwhile."""
-    apart = abs(after.ns - before.ns) / 2
-    return Offset((before.ns + after.ns) / 2, max(before.uncertainty_ns, after.uncertainty_ns) + apart)
+def mean_offset(start: Offset, end: Offset) -> Offset:
+    """Returns the offset between two measurements of it, including its drift in the uncertainty."""
+    drift_ns = abs(end.ns - start.ns) / 2
+    return Offset((start.ns + end.ns) / 2, max(start.uncertainty_ns, end.uncertainty_ns) + drift_ns)
 
 
 def offset_to_rank_0(
     ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: ReadNs
 ) -> Offset:
-    """From this rank's clock to rank 0's; all ranks call it. kernels: each rank's `boot_id`, None if unknown.
+    """Returns the offset from this rank's clock to rank 0's. All ranks call it.
 
-    Processes of one kernel share its clocks. Of every other kernel the first rank pings rank 0, in turn, and the
-    ranks beside it take over what it found.
+    Processes of one kernel share its clocks. The first rank of every other kernel pings rank 0, in turn, and the other
+    ranks of that kernel use its offset.
+
+    Args:
+        kernels: each rank's `boot_id`, None if unknown.
     """
-    first_of: dict[str, int] = {}
-    asks = [first_of.setdefault(kernel or f"of rank {rank}", rank) for rank, kernel in enumerate(kernels)]
-    askers = sorted(set(asks) - {0})
-    if not askers:
-        return SAME_CLOCK
-    mine, prefix = None, f"clock/{ranks.votes}"
-    for asker in askers:
+    first_ranks: dict[str, int] = {}
+    pinging_rank = [
+        first_ranks.setdefault(kernel or f"of rank {rank}", rank) for rank, kernel in enumerate(kernels)
+    ]
+    vote, prefix = None, f"clock/{ranks.votes}"
+    for rank in sorted(set(pinging_rank) - {0}):
         if ranks.rank == 0:
-            answer(store, f"{prefix}/{asker}", now_ns)
-        elif ranks.rank == asker:
-            mine = ask(store, f"{prefix}/{asker}", now_ns)
-    sent = None if mine is None else (mine.ns, mine.uncertainty_ns)
-    offsets = ranks.agree(sent, lambda votes: votes)
-    theirs = offsets[asks[ranks.rank]]
-    return SAME_CLOCK if theirs is None else Offset(*theirs)
+            _answer_pings(store, f"{prefix}/{rank}", now_ns)
+        elif ranks.rank == rank:
+            offset = _ping_rank_0(store, f"{prefix}/{rank}", now_ns)
+            vote = (offset.ns, offset.uncertainty_ns)
+    if set(pinging_rank) == {0}:
+        return SAME_CLOCK
+    offsets = ranks.agree(vote, lambda votes: votes)
+    of_kernel = offsets[pinging_rank[ranks.rank]]
+    return SAME_CLOCK if of_kernel is None else Offset(*of_kernel)
 
 
-def ask(store: Store, prefix: str, now_ns: ReadNs) -> Offset:
-    """On another kernel: its offset to rank 0's clock; rank 0 must `answer` meanwhile, under the same prefix."""
+def _ping_rank_0(store: Store, prefix: str, now_ns: ReadNs) -> Offset:
+    """Returns the offset to rank 0's clock. Rank 0 answers the pings under the same prefix."""
     offsets = []
-    for number in range(_EXCHANGES):
+    for number in range(_PINGS):
         sent_ns = now_ns()
         store.set(f"{prefix}/{number}/ask", "")
-        theirs = float(store.get(f"{prefix}/{number}/answer"))
-        got_ns = now_ns()
-        # The other read its clock in between: RFC 5905, section 8, with one reading at the other end.
-        offsets.append(Offset(theirs - (sent_ns + got_ns) / 2, (got_ns - sent_ns) / 2))
+        rank_0_ns = float(store.get(f"{prefix}/{number}/answer"))
+        received_ns = now_ns()
+        # Rank 0 read its clock in between: RFC 5905, section 8, with one reading at the other end.
+        offsets.append(Offset(rank_0_ns - (sent_ns + received_ns) / 2, (received_ns - sent_ns) / 2))
         for key in ("ask", "answer"):
             store.delete_key(f"{prefix}/{number}/{key}")
     return min(offsets, key=lambda offset: offset.uncertainty_ns)
 
 
-def answer(store: Store, prefix: str, now_ns: ReadNs) -> None:
-    """On rank 0: answers all of a rank's questions."""
-    for number in range(_EXCHANGES):
+def _answer_pings(store: Store, prefix: str, now_ns: ReadNs) -> None:
+    """Answers all pings of a rank, on rank 0."""
+    for number in range(_PINGS):
         store.wait([f"{prefix}/{number}/ask"])
         store.set(f"{prefix}/{number}/answer", str(now_ns()))
 
@@ -111,35 +122,36 @@ def lateness_s(
     kernels: Mapping[int, str | None],
     offsets: Mapping[int, Offset] | None = None,
 ) -> dict[int, NDArray[np.float64]]:
-    """Per rank and sample the seconds after the rank that began first.
+    """Returns how much later than the first rank each rank began each sample, in seconds.
 
-    Ranks leave a barrier one by one, and a rank's own reading includes its wait for the others. In an all-reduce
-    all ranks end together, so the shortest reading is the time from the last arrival on. Not so where each ends
-    with what it has received (all-to-all, all-gather): there only a common clock tells when the last one ended.
+    Ranks leave a barrier one after the other, and a rank's time includes its wait for the others. In an all-reduce all
+    ranks end together, so the shortest time counts from the last arrival. In an all-to-all or all-gather each rank ends
+    with the data it has received; only a common clock shows when the last one ended.
 
-    Processes of one running kernel share its monotonic clock. Between kernels the offset is taken such that hosts
-    leave the barriers together in the median, as far as that agrees with what pings over the store have measured:
-    a ping bounds the offset by half its round trip, a barrier guesses it better where it is quicker than that.
+    Processes of one kernel share its monotonic clock. Between kernels, the offset is chosen such that the hosts leave
+    barriers together in the median, within the bounds that pings over the store have measured. A ping bounds the offset
+    by half its round trip; a barrier that is quicker estimates it better.
 
-    started_ns: rank -> readings of its kernel's monotonic clock, equally many. kernels: rank -> its
-    `boot_id`; None is a kernel of which nothing is known. offsets: rank -> from its clock to rank 0's, where it
-    was measured.
+    Args:
+        started_ns: rank -> begin of each sample on its kernel's monotonic clock.
+        kernels: rank -> its `boot_id`; None if unknown.
+        offsets: rank -> offset from its clock to rank 0's, if it was measured.
     """
     ranks = sorted(started_ns)
-    # Differences of whole numbers: the clock counts from the start of the machine.
+    # Subtract as integers: the clock counts from the start of the machine, beyond the precision of floats.
     origin = min(started_ns[ranks[0]])
     began = {rank: np.array([t - origin for t in started_ns[rank]], dtype=np.float64) for rank in ranks}
     hosts = group_by(ranks, lambda rank: kernels.get(rank) or f"of rank {rank}")
-    clocks = {host: np.mean([began[rank] for rank in members], axis=0) for host, members in hosts.items()}
-    first = next(iter(clocks.values()))
+    host_began = {host: np.mean([began[rank] for rank in members], axis=0) for host, members in hosts.items()}
+    first = next(iter(host_began.values()))
     base = (offsets or {}).get(ranks[0])
-    on_one: dict[int, NDArray[np.float64]] = {}
+    aligned: dict[int, NDArray[np.float64]] = {}
     for host, members in hosts.items():
-        shift, measured = np.median(clocks[host] - first), (offsets or {}).get(members[0])
+        shift, measured = np.median(host_began[host] - first), (offsets or {}).get(members[0])
         if base is not None and measured is not None:
-            ahead_ns = base.ns - measured.ns  # of this host's clock before the first one's
+            ahead_ns = base.ns - measured.ns  # how far this host's clock is ahead of the first host's
             error_ns = base.uncertainty_ns + measured.uncertainty_ns
             shift = np.clip(shift, ahead_ns - error_ns, ahead_ns + error_ns)
-        on_one |= {rank: began[rank] - shift for rank in members}
-    earliest = np.min(list(on_one.values()), axis=0)
-    return {rank: (on_one[rank] - earliest) * 1e-9 for rank in ranks}
+        aligned |= {rank: began[rank] - shift for rank in members}
+    earliest = np.min(list(aligned.values()), axis=0)
+    return {rank: (aligned[rank] - earliest) * 1e-9 for rank in ranks}

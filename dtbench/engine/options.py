@@ -1,8 +1,8 @@
-"""The options of a run, parsed, validated and turned into what there is to measure, before anything is. No torch.
+"""Parses and validates the options of a run, without torch.
 
-    words of the command line -> RunRequest -> RunOptions on a world, suites, tasks: a RunJob
+    words of the command line -> RunRequest -> RunOptions for a number of ranks
 
-Everything here raises `UsageError` with what was got, what was expected and what to do.
+All functions raise `UsageError` with what was got, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from dtbench.suite.registry import no_suite, read_builtin
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 SIZE_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")
-_MAX_SIZE_BYTES = 2**40  # 1 TiB: beyond any device's memory, so a typing error
+_MAX_SIZE_BYTES = 2**40  # 1 TiB: larger than any device's memory, so a typing error
 _MAX_SIZES = 200
 
-# The floating types that both gloo and NCCL reduce.
+# The floating-point dtypes that both gloo and NCCL reduce.
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
-# Sweeps when --size is not given. From where latency rules to where bandwidth does: gloo on one
-# machine is flat from about 1 MiB, NVLink from about 256 MiB.
+# Sweeps without --size, from sizes where latency dominates to sizes where bandwidth does: gloo on one machine is flat
+# from about 1 MiB, NVLink from about 256 MiB.
 _DEFAULT_SIZES: Mapping[tuple[DeviceType, bool], str] = {
     ("cpu", False): "1KiB:16MiB:4x",
     ("cpu", True): "4KiB:1MiB:16x",
     ("cuda", False): "1KiB:1GiB:4x",
     ("cuda", True): "64KiB:64MiB:32x",
 }
-# `--max-size`: from where latency alone counts, by the factor at which log-log interpolation between
-# neighbours is good to some per cent on a smooth curve; where it is not, the sweep is refined.
+# The sweep of `--max-size`: its first size, where latency alone counts, and its factor. Log-log interpolation between
+# neighbours is then good to a few per cent on a smooth curve; elsewhere the sweep is refined.
 PLANNED_FROM_BYTES, PLANNED_FACTOR = 1024, 4
-# Launches of a run to calibrate with: the fewest for which an interval over launches means something.
+# Launches of a calibration run: the fewest for which an interval over launches is meaningful.
 CALIBRATION_LAUNCHES = 5
 DEFAULT_TIMEOUT_S = 60.0
-# A launch of a gate with a large selection takes minutes; one that takes longer hangs.
+# A launch of a gate with many benchmarks takes minutes. One that takes longer hangs.
 LAUNCH_TIMEOUT_S = 600.0
 
 
 def split_target(text: str) -> tuple[str, str]:
-    """`dispatch/add` -> ("dispatch", "add"), `my/suite.py/add` -> ("my/suite.py", "add"); "" for no case.
+    """Splits SUITE/TEXT: `dispatch/add` -> ("dispatch", "add"), `my/suite.py` -> ("my/suite.py", "").
 
     Raises:
-        UsageError: what stands before the slash is no suite, or nothing stands behind it.
+        UsageError: no suite has this name, or the text is missing.
     """
     match = re.fullmatch(r"(.+\.py|[^/]+)(?:/(.+))?", text, re.DOTALL)
     if match is None or not (match[1].endswith(".py") or match[1] in read_builtin()):
@@ -62,7 +62,27 @@ def split_target(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """`dtbench run`, validated as far as is possible without knowing the machine."""
+    """The options of `dtbench run`, validated as far as is possible without knowing the machine.
+
+    Attributes:
+        suites: targets SUITE[/TEXT]; empty for all default suites.
+        impls: the core or torch, or both.
+        mesh: the mesh of all ranks, if given.
+        nproc: number of ranks, if given.
+        sizes_bytes: the sizes of --size, if given.
+        filter: lines of words that the label of a case has to contain, see `matcher`.
+        launches: number of times that everything is repeated with fresh ranks.
+        timeout_s: limit of a case.
+        resume: whether to continue the run in `output`.
+        output: the run file; None names it by the time.
+        suite_options: options that suites declare, by name.
+        max_size_bytes: largest payload of a calibration run.
+        refine: whether to refine sweeps; None refines with max_size_bytes.
+        budget_s: the time that the whole run may take.
+        on_failure: what follows after a case has ended the ranks.
+        save_baseline: name of a baseline to save the run as.
+        brief: whether to print only counts at the end, for a file that is not kept.
+    """
 
     suites: tuple[str, ...] = ()
     impls: tuple[str, ...] = CHOOSABLE_IMPLS
@@ -80,15 +100,15 @@ class RunRequest:
     output: Path | None = None
     suite_options: Mapping[str, str] = field(default_factory=dict)
     max_size_bytes: int | None = None
-    refine: bool | None = None  # None: as --max-size is given
+    refine: bool | None = None
     budget_s: float | None = None
-    on_failure: Literal["continue", "stop"] = "continue"  # where a case has cost the run its ranks
-    save_baseline: str | None = None  # the name to keep the run under
-    brief: bool = False  # of a trial: end with the counts alone, of a file that is not kept
+    on_failure: Literal["continue", "stop"] = "continue"
+    save_baseline: str | None = None
+    brief: bool = False
 
     def __post_init__(self) -> None:
         if self.resume and self.output is None:
-            raise UsageError("--resume needs -o FILE: the run to go on with")
+            raise UsageError("--resume needs -o FILE: the run to continue")
         if self.max_size_bytes is not None and self.sizes_bytes is not None:
             raise UsageError(
                 "--max-size and --size both say what to sweep: give --max-size for a sweep up to the largest "
@@ -99,11 +119,11 @@ class RunRequest:
                 f"--max-size {self.max_size_bytes}: the sweep starts at 1 KiB, expected that or more; "
                 f"give --size for smaller payloads"
             )
-        asks_for_more = self.launches > 1 or self.refine or self.max_size_bytes is not None
-        if self.budget_s is not None and asks_for_more:
+        is_calibration = self.launches > 1 or self.refine or self.max_size_bytes is not None
+        if self.budget_s is not None and is_calibration:
             raise UsageError(
-                "--budget measures in one launch what fits into a time, while --launches, --max-size and --refine "
-                "ask for more than the listed cases: leave one or the other out"
+                "--budget measures in one launch as many cases as fit into a time, while --launches, --max-size and "
+                "--refine measure more than the listed cases: leave one or the other out"
             )
         if self.launches < 1:
             raise UsageError(f"--launches {self.launches}: expected 1 or more")
@@ -119,14 +139,14 @@ class RunRequest:
 
     @property
     def ranks(self) -> int | None:
-        """How many are asked for, by --nproc or --mesh."""
+        """The number of ranks by --nproc or --mesh, if given."""
         return self.nproc or (ranks_of(self.mesh) if self.mesh else None)
 
     def resolve(self, device_type: DeviceType, world_size: int) -> RunOptions:
-        """The options of a run in a world of `world_size` ranks.
+        """Returns the options for `world_size` ranks.
 
         Raises:
-            UsageError: another number of ranks is asked for.
+            UsageError: --nproc or --mesh has another number of ranks.
         """
         if self.nproc not in (None, world_size):
             raise UsageError(
@@ -138,24 +158,24 @@ class RunRequest:
                 f"--mesh {format_mesh(mesh)} has {ranks_of(mesh)} ranks, the world has {world_size}: "
                 f"give a mesh of {world_size}, for example --mesh {format_mesh(default_mesh(world_size))}"
             )
-        planned: tuple[int, ...] = ()  # 1 KiB to the largest payload by 4x, that included
+        planned_sizes: tuple[int, ...] = ()  # 1 KiB to the largest payload by 4x, including that
         if (last := self.max_size_bytes) is not None:
-            planned = tuple(sorted({*_geometric(PLANNED_FROM_BYTES, last, PLANNED_FACTOR), last}))
+            planned_sizes = tuple(sorted({*_geometric(PLANNED_FROM_BYTES, last, PLANNED_FACTOR), last}))
         return RunOptions(
             mesh,
-            self.sizes_bytes or planned or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
+            self.sizes_bytes or planned_sizes or parse_sizes(_DEFAULT_SIZES[device_type, self.quick]),
             self.dtypes,
             device_type,
             self.impls,
             self.quick,
             self.sizes_bytes is not None,
             dict(self.suite_options),
-            bool(planned) if self.refine is None else self.refine,
+            bool(planned_sizes) if self.refine is None else self.refine,
         )
 
 
 def parse_size(text: str) -> int:
-    """`64KiB` -> 65536 bytes. Units: B (or none), KiB, MiB, GiB."""
+    """Parses a size with B (or no unit), KiB, MiB or GiB: `64KiB` -> 65536 bytes."""
     match = _SIZE.fullmatch(text.strip())
     factor = SIZE_UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
@@ -170,7 +190,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """`1KiB:16MiB:4x` (first, last, factor), `64KiB`, or a comma list of either; ascending, in bytes."""
+    """Parses `1KiB:16MiB:4x` (first, last, factor), `64KiB`, or a comma list of both. Returns bytes, ascending."""
     sizes: set[int] = set()
     for part in text.split(","):
         sizes.update(_sweep(part) if ":" in part else [parse_size(part)])
@@ -201,36 +221,40 @@ def _geometric(size: int, last: int, factor: int) -> Iterator[int]:
 
 
 def parse_duration(text: str) -> float:
-    """`5m` -> 300 seconds. Units: s, m, h; a bare number may mean any of them and is refused."""
+    """Parses a duration with s, m or h: `5m` -> 300 seconds. A number without unit is ambiguous and refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if match and not match[2]:
-        such = f"such as {match[1]}m or {match[1]}s"
-        raise UsageError(f"{text!r} has no unit: expected s, m or h after it, {such}")
+        examples = f"{match[1]}m or {match[1]}s"
+        raise UsageError(f"{text!r} has no unit: expected s, m or h after it, such as {examples}")
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
-        raise UsageError(f"{text!r} is no duration: expected a number with s, m or h, such as 5m")
+        raise UsageError(f"{text!r} is not a duration: expected a number with s, m or h, such as 5m")
     return seconds
 
 
 def parse_list(
     text: str, allowed: Sequence[str], option: str, short: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, ...]:
-    """A comma list of names that must all be in `allowed`; each once, in the order given. short: other names."""
+    """Parses a comma list of names in `allowed`. Returns each once, in order.
+
+    Args:
+        short: abbreviation -> name.
+    """
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in allowed:
             expected = f"expected one or more of {', '.join(allowed)}{nearest(name, allowed)}"
-            raise UsageError(f"{option} {text}: {name!r} is not known; {expected}")
+            raise UsageError(f"{option} {text}: {name!r} is unknown; {expected}")
     return tuple(dict.fromkeys(names))
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """`float32,bf16` -> ("float32", "bfloat16")."""
+    """Parses a list of dtypes: `float32,bf16` -> ("float32", "bfloat16")."""
     return parse_list(text, DTYPES, "--dtype", SHORT_DTYPES)
 
 
 def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The words of `dtbench run` that are none of its own options: (suites, options of suites).
+    """Splits the words that are not options of `dtbench run` into suites and options of suites.
 
     `mine.py --mode even --ops=add` -> (("mine.py",), {"mode": "even", "ops": "add"}).
 
@@ -239,14 +263,14 @@ def split_words(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
     """
     suites: list[str] = []
     options: dict[str, str] = {}
-    left = iter(words)
-    for word in left:
+    remaining = iter(words)
+    for word in remaining:
         if not word.startswith("-"):
             suites.append(word)
             continue
         name, has_value, value = word.partition("=")
         if not has_value:
-            value = next(left, "")
+            value = next(remaining, "")
         if name.removeprefix("--") in options:
             raise UsageError(f"{name} is given twice: expected every option once")
         options[name.removeprefix("--")] = value

@@ -1,4 +1,4 @@
-"""This process's place among the ranks that a launcher started, from the variables of torchrun, srun or mpirun.
+"""The rank that a launcher made of this process, read from the environment variables of torchrun, srun or mpirun.
 
 Our launcher sets torchrun's variables.
 """
@@ -48,9 +48,17 @@ def start_next_launch(launch: int, output: Path) -> NoReturn:
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This process in a world that a launcher has started.
+    """A rank as its launcher describes it to the process.
 
-    agent_store: the launcher hosts the store, so that it outlives the ranks; otherwise rank 0 does.
+    Attributes:
+        rank: the rank, from 0.
+        world_size: number of ranks.
+        local_rank: the rank among those of its host.
+        local_world_size: number of ranks on its host, if known.
+        address: host of the ranks' store.
+        port: port of the ranks' store.
+        agent_store: whether the launcher serves the store, which then outlives the ranks; otherwise rank 0 does.
+        attempt: how often torchrun has restarted the ranks, which keep their store.
     """
 
     rank: int
@@ -60,15 +68,17 @@ class RankEnv:
     address: str
     port: int
     agent_store: bool
-    attempt: int = 0  # torchrun may start the ranks again, on the same store
+    attempt: int = 0
 
     def of_launch(self, launch: int) -> RankEnv:
-        """With a port for this launch where rank 0 hosts the store: that of the launch before may linger."""
-        further = 0 if self.agent_store else launch
-        return dataclasses.replace(self, port=min(self.port + further, _MAX_PORT))
+        """Returns the environment with a port of its own for each launch, since rank 0's previous port may linger."""
+        if self.agent_store:
+            return self
+        return dataclasses.replace(self, port=min(self.port + launch, _MAX_PORT))
 
     @property
     def serves(self) -> bool:
+        """Whether this rank serves the store."""
         return self.rank == 0 and not self.agent_store
 
     @property
@@ -78,15 +88,15 @@ class RankEnv:
 
 
 class _Variables(NamedTuple):
-    """Environment variables in which a launcher gives a process its place.
+    """Names of the environment variables by which a launcher describes a rank.
 
     Attributes:
-        rank: its rank.
-        size: the number of ranks.
-        local_rank: its rank among those of its host.
-        local_size: the number of ranks on its host.
-        job: together they identify the job, with the same values on every rank.
-        hosts: of each the first host is that of rank 0.
+        rank: the rank.
+        size: number of ranks.
+        local_rank: the rank among those of its host.
+        local_size: number of ranks on its host.
+        job: variables that together identify the job, with the same values on every rank.
+        hosts: lists of hosts, each beginning with the host of rank 0.
     """
 
     rank: str
@@ -107,7 +117,7 @@ _SLURM = _Variables(
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
 )
-# The first whose rank and size are set counts: a launcher that runs inside another's job stands before it.
+# The first launcher whose rank and size are set counts. One that runs inside another's job precedes it.
 _LAUNCHERS = (
     _TORCHRUN,
     # docs.open-mpi.org, "Environment variables set for MPI applications"; the namespace: PMIx_Init(3).
@@ -134,35 +144,37 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
-    """The place that a launcher gave this process; None when no launcher started ranks.
+    """Returns the rank that a launcher made of this process; None if no launcher started ranks.
 
-    A Slurm step, or an mpirun, of a single process is no world: our own launcher starts the ranks inside it.
+    A Slurm step or mpirun of a single process does not count: our launcher starts the ranks inside it.
 
     Raises:
-        UsageError: an environment that is only partly set, contradicts itself, or cannot be.
+        UsageError: the variables are incomplete, contradictory or impossible.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    # A batch script is in no step; Hydra starts one process per host as a step, which starts the ranks.
+    # A batch script is not in a step. Hydra runs a step of one process per host, which starts the ranks.
     by_srun = "SLURM_STEP_ID" in environ and environ.get("PMI_SIZE", tasks) == tasks
     launchers = [names for names in _LAUNCHERS if by_srun or names.rank != _SLURM.rank]
     names = next((names for names in launchers if environ.get(names.rank) and environ.get(names.size)), None)
     if names is None:
-        pairs = (name for others in launchers for name in others[:2])
-        # The last three identify a rank and give no number of ranks.
-        found = [name for name in (*pairs, "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID") if environ.get(name)]
-        # Containers may set a world of one, which has no other ranks.
-        _refuse_partial(environ, [] if found == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1" else found)
+        pairs = (name for launcher in launchers for name in launcher[:2])
+        # The last three identify a rank, without the number of ranks.
+        present = [name for name in (*pairs, "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID") if environ.get(name)]
+        # Containers may set WORLD_SIZE=1, without ranks.
+        _refuse_partial(
+            environ, [] if present == ["WORLD_SIZE"] and environ["WORLD_SIZE"] == "1" else present
+        )
         return None
     size = _number(names.size, environ[names.size], 1)
     if names is _TORCHRUN:
         _refuse_partial(environ, [] if all(map(environ.get, _NEEDED)) else _TORCHRUN[:2])
     else:
-        given = zip(_TORCHRUN[:2], (environ[names.rank], environ[names.size]), strict=True)
-        _refuse_partial(environ, [name for name, value in given if environ.get(name, "") not in ("", value)])
+        values = zip(_TORCHRUN[:2], (environ[names.rank], environ[names.size]), strict=True)
+        _refuse_partial(environ, [name for name, value in values if environ.get(name, "") not in ("", value)])
         if size == 1:
             return None
     rank = _number(names.rank, environ[names.rank], 0, size - 1)
-    # Slurm writes 4(x2), or 4,2 where hosts differ.
+    # Slurm writes 4(x2), or 4,2 if hosts differ.
     local = re.sub(r"\(x\d+\)$", "", environ.get(names.local_size, ""))
     local_size = _number(names.local_size, local, 1, size) if local and "," not in local else None
     local_rank = environ.get(names.local_rank) or str(rank % (local_size or size))
@@ -188,35 +200,35 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
 
 
 def valid_rank_env() -> RankEnv | None:
-    """The place; None also where its variables are refused, which the command itself reports."""
+    """Returns the rank of this process; None also if its variables are refused, which the command reports."""
     with suppress(UsageError):
         return find_rank_env()
     return None
 
 
-def _refuse_partial(environ: Mapping[str, str], found: Sequence[str]) -> None:
-    """found: variables that make this process a rank, and are not enough for it."""
-    if found:
+def _refuse_partial(environ: Mapping[str, str], present: Sequence[str]) -> None:
+    """Refuses variables that make this process a rank without describing it completely."""
+    if present:
         missing = " and ".join(name for name in _NEEDED if not environ.get(name))
         raise UsageError(
-            f"{' and '.join(found)} {'are' if len(found) > 1 else 'is'} set but {missing} not: set all of "
-            f"{', '.join(_NEEDED)} on every rank, as torchrun does, or unset {' and '.join(found)}, and dtbench takes "
-            "its ranks from srun or mpirun, or starts its own"
+            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set but {missing} not: set all of "
+            f"{', '.join(_NEEDED)} on every rank, as torchrun does, or unset {' and '.join(present)}, "
+            "and dtbench takes its ranks from srun or mpirun, or starts its own"
         )
 
 
 def first_host(nodelist: str) -> str:
-    """`gpu[001-004,009],login1` -> `gpu001`: the first host of a Slurm node list; "" of an empty one."""
-    # The first host of each range.
+    """Returns the first host of a Slurm node list, "" if it is empty: `gpu[001-004,009],login1` -> `gpu001`."""
+    # Replace each range by its first host.
     return re.sub(r"\[([^],-]*)[^]]*]?", r"\1", nodelist.strip()).partition(",")[0]
 
 
-def _number(name: str, text: str, least: int = 0, most: int | None = None) -> int:
+def _number(name: str, text: str, minimum: int = 0, maximum: int | None = None) -> int:
     number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else -1
-    if number < least or (most is not None and number > most):
+    if number < minimum or (maximum is not None and number > maximum):
         raise UsageError(
-            f"the environment has {name}={text[:40]!r}: expected a whole number"
-            f"{f' from {least}' if least else ''}{'' if most is None else f' of at most {most}'}; correct or unset it"
+            f"the environment has {name}={text[:40]!r}: expected a whole number{f' from {minimum}' if minimum else ''}"
+            f"{'' if maximum is None else f' of at most {maximum}'}; correct or unset it"
         )
     return number
 

@@ -1,4 +1,4 @@
-"""The selection of a run: the suites and tasks that a request asks for on a world, the same on every rank."""
+"""The suites and tasks that a request selects, and checks that all ranks and a resumed run select the same."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from dtbench.text.masking import mask_options
 
 
 def refuse_foreign_options(suites: Sequence[Suite], chosen: Mapping[str, str]) -> None:
-    """Checks that each option belongs to a suite of the run.
+    """Checks that each suite option is declared by a suite of the run, and has a value.
 
     Raises:
-        UsageError: an option that none declares.
+        UsageError: no suite declares the option, or its value is missing.
     """
     declared = {option for suite in suites for option in suite.options}
     for name, value in chosen.items():
         if name not in declared:
             dashed = name if name.startswith("-") else f"--{name}"
-            of_suites = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
+            suite_options = "".join(f", {s.name} has --{', --'.join(s.options)}" for s in suites if s.options)
             raise UnknownOptionError(
                 dashed,
                 [f"--{option}" for option in declared],
-                f"No such option '{dashed}'; `dtbench run --help` lists the options{of_suites}",
+                f"No such option '{dashed}'; `dtbench run --help` lists the options{suite_options}",
             )
         if not value or value.startswith("--"):
             raise UsageError(f"--{name} needs a value: expected --{name} VALUE")
@@ -102,15 +102,17 @@ def select(request: RunRequest, device_type: DeviceType, world_size: int) -> Sel
     return Selection(request, options, suites, tuple(tasks), filters)
 
 
-def same_on_all_ranks(job: Selection) -> dict[str, str]:
-    """What ranks have to agree in, by the names that users know; else they would wait in different collectives, or
-    measure different things."""
-    request, options = job.request, job.options
-    codes = (getattr(suite.cases, "__code__", None) for suite in job.suites)
+def agreement_of(selection: Selection) -> dict[str, str]:
+    """Returns what has to be the same on all ranks, by the names that users know.
+
+    Otherwise ranks would wait in different collectives, or measure different things.
+    """
+    request, options = selection.request, selection.options
+    codes = (getattr(suite.cases, "__code__", None) for suite in selection.suites)
     files = {Path(code.co_filename) for code in codes if code}
-    listed = [f"{task.label} {','.join(task.impls)}" for task in job.tasks]
+    listed = [f"{task.label} {','.join(task.impls)}" for task in selection.tasks]
     return {
-        "suites": " ".join(job.suite_names),
+        "suites": " ".join(selection.suite_names),
         "--mesh": format_mesh(options.mesh),
         "--device": options.device_type,
         "--size": ",".join(map(str, options.sizes_bytes)),
@@ -136,25 +138,25 @@ def _digest(path: Path) -> str:
 def refuse_other_run(
     header: Header, options: RunOptions, suites: Sequence[str], launches: int, path: Path
 ) -> None:
-    """Checks that the run to resume asks for the same as the options do.
+    """Checks that the run to resume has the same options.
 
     Raises:
-        UsageError: with the first difference, as the file has it and as the options have it.
+        UsageError: with the first difference.
     """
-    was: dict[str, object] = {"options": {}, "refine": False} | header.options
+    recorded: dict[str, object] = {"options": {}, "refine": False} | header.options
     requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
-    now: dict[str, object] = json.loads(json.dumps(requested))
-    was |= {"suites": list(header.suites), "launches": header.launches}
-    now |= {"suites": list(suites), "launches": launches}
-    for name in now:
-        if was.get(name) != now[name]:
+    current: dict[str, object] = json.loads(json.dumps(requested))
+    recorded |= {"suites": list(header.suites), "launches": header.launches}
+    current |= {"suites": list(suites), "launches": launches}
+    for name in current:
+        if recorded.get(name) != current[name]:
             raise UsageError(
-                f"cannot resume {path}: its {name} is {_shown(name, was.get(name))}, the options ask for "
-                f"{_shown(name, now[name])}; give the options of the first run, or another -o"
+                f"cannot resume {path}: its {name} is {_format(name, recorded.get(name))}, the options ask for "
+                f"{_format(name, current[name])}; give the options of the first run, or another -o"
             )
 
 
-def _shown(name: str, value: object) -> str:
+def _format(name: str, value: object) -> str:
     if not isinstance(value, list):
         return str(value)
     return format_mesh(value) if name == "mesh" else ",".join(map(str, value))

@@ -26,7 +26,7 @@ from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.rank_env import RankEnv, output_of, start_next_launch
 from dtbench.engine.ranks import AloneRanks, choose_backend, simulated_world, vote_of_rank_0
 from dtbench.engine.sampling import Budget, Instruments, default_budget, measure_tasks
-from dtbench.engine.selection import Selection, refuse_other_run, same_on_all_ranks, select
+from dtbench.engine.selection import Selection, agreement_of, refuse_other_run, select
 from dtbench.engine.tasks import Task, refinement_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
 from dtbench.machine.device import choose_device, is_gpu
@@ -69,7 +69,7 @@ class Session:
             device_type = selection.options.device_type
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
             transport = choose_backend(device_type, request.backend) if communicates else None
-            rank.join(device_type, transport, same_on_all_ranks(selection) | {"launch": str(launch)})
+            rank.join(device_type, transport, agreement_of(selection) | {"launch": str(launch)})
             # Ranks of another launcher have each named the file by their own clock.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:

@@ -17,13 +17,13 @@ from dtbench.suite import Case, RunOptions
 from dtbench.suite.registry import Suite
 from dtbench.text.masking import mask
 
-# `size=4KiB` and `size=4 KiB`, as people and progress lines write sizes; labels have the bytes.
+# Users and progress lines write `size=4KiB` or `size=4 KiB`; labels have bytes.
 _SIZE_PARAM = re.compile(r"(?<=\w=)(\d+(?:\.\d+)?) ?(b|kib|mib|gib)(?![\w=])")
 
 
 @dataclass(frozen=True)
 class Task:
-    """A case of a suite and those of its impls that are wanted and still to be measured."""
+    """A case of a suite, and those of its impls that are to be measured."""
 
     suite: Suite
     case: Case
@@ -31,7 +31,7 @@ class Task:
 
     @property
     def label(self) -> str:
-        """`collectives all_reduce mesh_dim=tp size=1024`: what --filter searches and people read."""
+        """The case in one line, which --filter searches: `collectives all_reduce mesh_dim=tp size=1024`."""
         return label_of(self.suite.name, self.case)
 
     def key(self, impl: str, launch: int) -> ResultKey:
@@ -40,15 +40,15 @@ class Task:
 
 
 def label_of(suite: str, case: Case | Result) -> str:
-    """The case in one line, params as key=value."""
+    """Returns the case in one line, with params as key=value."""
     return " ".join([suite, case.name, *(f"{key}={value}" for key, value in case.params.items())])
 
 
 def matcher(text: str) -> Callable[[str], bool]:
-    """Whether a label holds every word of a line of `text`, in any case of letters; what is quoted is one word.
+    """Returns a predicate: whether a label contains every word of at least one line of `text`, ignoring case.
 
-    A value that is given with its name is meant whole: pass=forward is not pass=forward+backward. A size may have
-    its unit: size=4KiB is size=4096.
+    A quoted text is one word. A value after its name has to match entirely: pass=forward does not match
+    pass=forward+backward. A size may have a unit: size=4KiB matches size=4096.
     """
     lines = [
         [f"{word} " if "=" in word[:-1] else word for word in _words(_in_bytes(line))]
@@ -64,7 +64,7 @@ def _in_bytes(line: str) -> str:
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError:  # a quote that nothing closes is one to look for
+    except ValueError:  # an unclosed quote is part of the word
         return line.split()
 
 
@@ -74,44 +74,47 @@ def list_tasks(
     text: str = "",
     texts: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Task]:
-    """Every case of the suites under the options, simulated worlds first, with the impls it is to be
-    measured with; those only that `text` matches, see `matcher`.
+    """Lists the cases of the suites and the impls to measure, simulated suites first.
 
-    texts: suite -> what its cases have to match instead.
+    Args:
+        text: what the labels of the cases have to match, see `matcher`.
+        texts: suite name -> the text for its cases, instead of `text`.
 
     Raises:
-        UsageError: a suite that cannot list its cases or lists one twice, or nothing that matches.
+        UsageError: a suite cannot list its cases or lists one twice, or no case matches.
     """
     listed: list[Task] = []
     for suite in sorted(suites, key=lambda s: s.world != "simulated"):
-        seen: set[tuple[object, ...]] = set()
+        keys: set[tuple[object, ...]] = set()
         for case in _cases_of(suite, options):
             key = (case.name, *sorted(case.params.items()))
-            if key in seen:
+            if key in keys:
                 raise UsageError(
                     f"the suite {suite.name} has the case {label_of(suite.name, case)!r} twice: "
-                    f"expected params that tell its cases apart"
+                    f"expected cases that differ in name or params"
                 )
-            seen.add(key)
+            keys.add(key)
             if impls := tuple(impl for impl in case.build if options.wants(impl)):
                 listed.append(Task(suite, case, impls))
     matches = {suite.name: matcher(texts.get(suite.name, text)) for suite in suites}
     tasks = [task for task in listed if matches[task.suite.name](task.label)]
     if not tasks:
-        names, why = ", ".join(s.name for s in suites), "they have no case for these options"
-        wanted = ", ".join(dict.fromkeys(" ".join(line.split()) for line in [*texts.values()] or [text]))
-        if wanted and listed:
+        names, reason = ", ".join(s.name for s in suites), "they have no case for these options"
+        searched = ", ".join(dict.fromkeys(" ".join(line.split()) for line in [*texts.values()] or [text]))
+        if searched and listed:
             option = "--filter " if texts else ""
-            why = f"{option}{wanted!r} matches none of their {len(listed)} cases{_near(wanted, listed)}"
-        raise UsageError(f"nothing to measure in {names}: {why}; `dtbench list SUITE` shows the cases")
+            reason = (
+                f"{option}{searched!r} matches none of their {len(listed)} cases{_suggest(searched, listed)}"
+            )
+        raise UsageError(f"nothing to measure in {names}: {reason}; `dtbench list SUITE` shows the cases")
     return tasks
 
 
-def _near(text: str, tasks: Sequence[Task]) -> str:
-    """`; expected such as add, n=16`: for each word that no task has, the words of tasks that are spelled like it."""
-    known = {word for task in tasks for word in task.label.split()[1:]}
-    unknown = [word for word in _words(text.lower()) if not any(map(matcher(shlex.quote(word)), known))]
-    near = [name for word in unknown for name in get_close_matches(word, sorted(known), cutoff=0.0)]
+def _suggest(text: str, tasks: Sequence[Task]) -> str:
+    """Returns the words of tasks nearest to the words that no task has: `; expected such as add, n=16`."""
+    words = {word for task in tasks for word in task.label.split()[1:]}
+    unknown = [word for word in _words(text.lower()) if not any(map(matcher(shlex.quote(word)), words))]
+    near = [name for word in unknown for name in get_close_matches(word, sorted(words), cutoff=0.0)]
     return f"; expected such as {', '.join(dict.fromkeys(near))}" if near else ""
 
 
@@ -119,11 +122,11 @@ def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
     try:
         for case in suite.cases(options):
             if not isinstance(case, Case):
-                raise TypeError(f"it gave {case!r:.80}, expected a dtbench.suite.Case")
+                raise TypeError(f"it yielded {case!r:.80}, expected a dtbench.suite.Case")
             yield case
     except (UsageError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # sys.exit, too
+    except BaseException as error:  # including sys.exit
         place = place_in(error, suite.cases)
         raise UsageError(
             f"the suite {suite.name} failed to list its cases: {mask(describe(error))}{place}; "
@@ -131,10 +134,12 @@ def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
         ) from error
 
 
-def remaining(tasks: Iterable[Task], done: Container[ResultKey], launch: int) -> list[Task]:
-    """The tasks less the impls whose results are there already."""
-    left = [(task, tuple(i for i in task.impls if task.key(i, launch) not in done)) for task in tasks]
-    return [dataclasses.replace(task, impls=impls) for task, impls in left if impls]
+def remaining(tasks: Iterable[Task], measured: Container[ResultKey], launch: int) -> list[Task]:
+    """Returns the tasks without the impls that have a result already."""
+    pairs = [
+        (task, tuple(impl for impl in task.impls if task.key(impl, launch) not in measured)) for task in tasks
+    ]
+    return [dataclasses.replace(task, impls=impls) for task, impls in pairs if impls]
 
 
 def refinement_tasks(
@@ -144,32 +149,37 @@ def refinement_tasks(
     results: Sequence[Result],
     launch: int,
 ) -> list[Task]:
-    """What to measure beyond the listed cases (`Refinement`), whether that is done already or not.
+    """Returns the tasks that refine the suites' sweeps (`Refinement`), including those that are measured already.
 
-    results: of the run so far. The first launch decides by them; the others take what it has measured.
-    texts: as for `list_tasks`.
+    The first launch chooses them by its results; the other launches repeat what the first has measured.
+
+    Args:
+        texts: as for `list_tasks`.
+        results: the run's results so far.
 
     Raises:
-        UsageError: a suite that fails to say, or to build what it asked for.
+        UsageError: a suite fails to refine its sweep.
     """
 
-    def named(of: Case | Result) -> tuple[object, ...]:
-        return of.name, tuple(sorted(of.params.items()))
+    def key_of(item: Case | Result) -> tuple[object, ...]:
+        return item.name, tuple(sorted(item.params.items()))
 
-    further: dict[ResultKey, Task] = {}
+    tasks: dict[ResultKey, Task] = {}
     for suite in suites:
         if suite.refinement is None:
             continue
         matches = matcher(texts.get(suite.name, ""))
-        listed = {named(case) for case in _cases_of(suite, options)}
+        listed = {key_of(case) for case in _cases_of(suite, options)}
         first = [r for r in results if r.suite == suite.name and r.launch == 0]
-        swept = [r for r in first if named(r) in listed]
-        added = [r for r in first if named(r) not in listed]
+        swept = [r for r in first if key_of(r) in listed]
+        added = [r for r in first if key_of(r) not in listed]
         try:
-            wanted = [(r.name, r.params) for r in added]  # a run may have ended between two impls of one
+            requested = [
+                (r.name, r.params) for r in added
+            ]  # a run may have ended between two impls of a case
             if launch == 0:
-                wanted += suite.refinement.wanted(options, swept, added)
-            cases = [suite.refinement.case(options, name, params) for name, params in wanted]
+                requested += suite.refinement.wanted(options, swept, added)
+            cases = [suite.refinement.case(options, name, params) for name, params in requested]
         except Exception as error:
             raise UsageError(
                 f"the suite {suite.name} failed to refine its sweep: {type(error).__name__}: {error}; "
@@ -177,6 +187,6 @@ def refinement_tasks(
             ) from error
         for case in cases:
             task = Task(suite, case, tuple(impl for impl in case.build if options.wants(impl)))
-            if named(case) not in listed and task.impls and matches(task.label):
-                further.setdefault(task.key("", launch), task)
-    return list(further.values())
+            if key_of(case) not in listed and task.impls and matches(task.label):
+                tasks.setdefault(task.key("", launch), task)
+    return list(tasks.values())

@@ -1,12 +1,10 @@
-"""Processes: those that we start, talk to and end, each of which is reaped with what it has started; and the signals
-and the death of a parent that end this one.
+"""Child processes, connections to them, and the signals that end this process.
 
-    StartedProgram   another program, in a session of its own: an interrupt of the terminal reaches it through us
-    Fork             this process again, which runs a function; in a process of one thread only
+    StartedProgram   another program, in its own session: an interrupt of the terminal does not reach it directly
+    Fork             a copy of this process that runs a function; only in a process with a single thread
 
-A connection is multiprocessing's: one side makes the `Pipe`, `send` and `recv` take any object, and `wait` waits for
-several. Its end tells that the other side is gone. Imports the standard library alone, so that a process that is about
-to fork, or runs another revision's code, can have it.
+Connections are those of multiprocessing; the end of the stream means that the other process has ended. This module
+imports the standard library alone, so that a process may fork or run the code of another revision afterwards.
 """
 
 from __future__ import annotations
@@ -27,15 +25,11 @@ from types import FrameType
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_Handler = Callable[[int, FrameType | None], object]  # of a signal
+_Handler = Callable[[int, FrameType | None], object]  # handles a signal
 
 
 class StartedProgram:
-    """A started program; `with` ends it.
-
-    command: its argv. out: takes what it and all that it starts print. connected: has a connection, whose other end it
-    opens with `connection_at`: the descriptor's number is added to its command line.
-    """
+    """A program in its own session; leaving `with` kills it and its children."""
 
     def __init__(
         self,
@@ -46,9 +40,17 @@ class StartedProgram:
         env: Mapping[str, str] | None = None,
         connected: bool = False,
     ) -> None:
-        ours, theirs = Pipe() if connected else (None, None)
-        self._connection = ours
-        fds = [] if theirs is None else [theirs.fileno()]
+        """Starts the program.
+
+        Args:
+            command: its argv.
+            out: takes the output of the program and its children.
+            connected: whether to connect to it. It opens its end with `connection_at`; the descriptor's number is
+                appended to its command line.
+        """
+        connection, child_end = Pipe() if connected else (None, None)
+        self._connection = connection
+        fds = [] if child_end is None else [child_end.fileno()]
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, fds)],
@@ -61,12 +63,12 @@ class StartedProgram:
                 pass_fds=fds,
             )
         except BaseException:
-            if ours is not None:
-                ours.close()
+            if self._connection is not None:
+                self._connection.close()
             raise
         finally:
-            if theirs is not None:
-                theirs.close()
+            if child_end is not None:
+                child_end.close()
         self.pid = self._process.pid
 
     @property
@@ -75,15 +77,15 @@ class StartedProgram:
         return self._connection
 
     def wait(self, limit_s: float | None = None) -> int | None:
-        """Its exit code, negative for a signal; None where it goes on after so long."""
+        """Returns its exit code, negative for a signal; None if it still runs after `limit_s`."""
         try:
             return self._process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
 
     def end(self) -> int:
-        """Kills it with all that is left of what it has started, and gives its exit code."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: all of it has ended
+        """Kills it with its remaining children. Returns its exit code."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: all of them have ended
             os.killpg(self.pid, signal.SIGKILL)
         code = self._process.wait()
         if self._connection is not None:
@@ -98,49 +100,52 @@ class StartedProgram:
 
 
 class Fork:
-    """A copy of this process that calls `target` and ends with what it returns, without an orderly end of libraries:
-    that of torch takes as long as ten benchmarks.
+    """A copy of this process that calls a function and exits with its return value.
 
-    ended: a descriptor that is ready, for `wait`, once the process has ended. It may become another program by
-    `os.exec*`. Where the system has no descriptors of processes (Linux has), children that outlive it defer that.
+    Libraries are not finalized: finalizing torch takes as long as ten benchmarks.
+
+    Attributes:
+        pid: its process id.
+        ended: a descriptor that is readable once the process has ended, also if it has become another program by
+            `os.exec*`. Without pidfds (Linux has them), children that outlive the process delay this.
     """
 
     def __init__(self, target: Callable[[], int]) -> None:
-        self.ended, held = os.pipe()
-        os.set_inheritable(held, True)
+        self.ended, write_end = os.pipe()
+        os.set_inheritable(write_end, True)
         self._code: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.ended)
             leave_with(target)
-        os.close(held)
+        os.close(write_end)
         with contextlib.suppress(AttributeError, OSError):
-            of_process = os.pidfd_open(self.pid)
-            os.dup2(of_process, self.ended, inheritable=False)
-            os.close(of_process)
+            pidfd = os.pidfd_open(self.pid)
+            os.dup2(pidfd, self.ended, inheritable=False)
+            os.close(pidfd)
 
     def code(self) -> int:
-        """Waits for its end; the exit code, negative for a signal."""
+        """Waits until it ends. Returns the exit code, negative for a signal."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             os.close(self.ended)
         return self._code
 
     def end(self) -> int:
-        """Kills it, and gives its exit code."""
+        """Kills it. Returns its exit code."""
         if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is not reused
         return self.code()
 
 
 def leave_with(target: Callable[[], int]) -> None:
-    """Calls `target` and ends the process at once with what it returns; an error is printed as Python does."""
+    """Calls `target` and exits at once with its return value; prints an error as Python does."""
     code = 1
     try:
         code = target()
     except SystemExit as end:
         if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+            print(end.code, file=sys.stderr)  # noqa: T201 - like the interpreter
         else:
             code = end.code or 0
     except BaseException:
@@ -154,29 +159,29 @@ def leave_with(target: Callable[[], int]) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A new temporary folder, removed in the end."""
+    """Yields a new temporary folder, and removes it."""
     with tempfile.TemporaryDirectory(prefix="dtbench-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 def connection_at(fd: int | str) -> Connection:
-    """A connection at a descriptor that this process was given; programs that it starts do not get it."""
+    """Opens the connection at a descriptor that this process inherited; its own children do not inherit it."""
     os.set_inheritable(int(fd), False)
     return Connection(int(fd))
 
 
-def send_connection(through: Connection, handed: Connection) -> None:
+def send_connection(through: Connection, connection: Connection) -> None:
     """Sends a connection to the process at the other end of `through`, which calls `receive_connection`."""
-    reduction.send_handle(through, handed.fileno(), 0)
+    reduction.send_handle(through, connection.fileno(), 0)
 
 
 def receive_connection(through: Connection) -> Connection:
-    """What the other end hands over next."""
+    """Returns the connection that the other end sends next."""
     return Connection(reduction.recv_handle(through))
 
 
 def seconds_until(deadline: float) -> float:
-    """Until a moment of the monotonic clock, at least 0: what `Connection.poll` and `wait` take."""
+    """Returns the seconds until a time of the monotonic clock, at least 0."""
     return max(deadline - time.monotonic(), 0.0)
 
 
@@ -194,7 +199,7 @@ def end_with_launcher(launcher_pid: int) -> None:
 
 
 def ending_signals() -> frozenset[signal.Signals]:
-    """Those that end us: a hang-up too, unless the user had it ignored (nohup)."""
+    """Returns the signals that end this process, including SIGHUP unless it is ignored (nohup)."""
     ending = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         ending.add(signal.SIGHUP)
@@ -203,17 +208,17 @@ def ending_signals() -> frozenset[signal.Signals]:
 
 @contextlib.contextmanager
 def handling_signals(numbers: Set[signal.Signals], handler: _Handler) -> Iterator[None]:
-    """Within the block `handler` answers these signals."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Handles signals with `handler` within the block."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, other in before.items():
-            signal.signal(number, other)
+        for number, previous_handler in previous.items():
+            signal.signal(number, previous_handler)
 
 
 def describe_exit(code: int) -> str:
-    """`died of SIGKILL` or `ended with exit code 3`, from a process's return code (negative: a signal's number)."""
+    """Describes a return code, negative for a signal: `died of SIGKILL` or `ended with exit code 3`."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

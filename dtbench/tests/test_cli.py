@@ -103,7 +103,7 @@ def test_what_was_meant_or_expected_is_said(dtbench: Cli, args: str, meant: str)
         ("nosuch", "no suite is called 'nosuch': the suites are"),
         ("nosuch.py", "no suite file at nosuch.py"),
         ("SUITE --mesh tp=3 --nproc 2", "--mesh tp=3 has 3 ranks, --nproc asks for 2"),
-        ("SUITE --dtype int4", "'int4' is not known; expected one or more of float32"),
+        ("SUITE --dtype int4", "'int4' is unknown; expected one or more of float32"),
         ("SUITE --filter zzz", "--filter 'zzz' matches none"),
         ("SUITE --nproc two", "--nproc: got 'two', expected a whole number, such as --nproc 1; `dtbench run"),
         (

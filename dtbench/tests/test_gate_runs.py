@@ -181,7 +181,7 @@ ENVS = ("--base", "env:", "--head", "env:")
         (("--base", "env:RANK=1", "--head", "env:", "dispatch"), "is set by every launch"),
         (("--base", "rev:no-such-revision", "--head", "env:", "dispatch"), "git does not know this commit"),
         (("--base", "python:/no/such", "--head", "env:", "dispatch"), "not a program"),
-        ((*ENVS, "dispatch", "--budget", "soon"), "is no duration"),
+        ((*ENVS, "dispatch", "--budget", "soon"), "is not a duration"),
     ],
 )
 def test_options_that_cannot_be_followed(

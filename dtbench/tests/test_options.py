@@ -56,8 +56,8 @@ def test_words_of_the_command_line(parse: Callable[[str], object], text: str, va
         (options.parse_sizes, "1:2:3:4", "expected FIRST:LAST:FACTORx"),
         (options.parse_sizes, "2KiB:1KiB:2x", "swap them"),
         (options.parse_sizes, ",".join(map(str, range(1, 300))), "more than 200 sizes"),
-        (options.parse_dtypes, "fp8", "--dtype fp8: 'fp8' is not known"),
-        (IMPLS, "core,foo", "--impl core,foo: 'foo' is not known; expected one or more of core, torch"),
+        (options.parse_dtypes, "fp8", "--dtype fp8: 'fp8' is unknown"),
+        (IMPLS, "core,foo", "--impl core,foo: 'foo' is unknown; expected one or more of core, torch"),
         (options.parse_duration, "3", "'3' has no unit: expected s, m or h"),
         (parse_mesh, "dp", "expected NAME=RANKS"),
         (parse_mesh, "dp=0", "expected"),
@@ -79,7 +79,10 @@ def test_words_that_are_refused(parse: Callable[[str], object], text: str, says:
         ({"nproc": 2, "mesh": (("tp", 4),)}, "--mesh tp=4 has 4 ranks, --nproc asks for 2"),
         ({"max_size_bytes": 4096, "sizes_bytes": (1,)}, "--max-size and --size both say what to sweep"),
         ({"max_size_bytes": 1000}, "--max-size 1000: the sweep starts at 1 KiB"),
-        ({"budget_s": 60.0, "launches": 2}, "--budget measures in one launch what fits into a time"),
+        (
+            {"budget_s": 60.0, "launches": 2},
+            "--budget measures in one launch as many cases as fit into a time",
+        ),
         ({"budget_s": 60.0, "refine": True}, "--budget measures in one launch"),
     ],
 )
@@ -152,7 +155,7 @@ def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
     ):
         list_tasks([Suite("s", fails, "ranks", "")], PLAN)
 
-    with pytest.raises(UsageError, match=r"TypeError: it gave 1, expected a dtbench\.suite\.Case"):
+    with pytest.raises(UsageError, match=r"TypeError: it yielded 1, expected a dtbench\.suite\.Case"):
         list_tasks([Suite("s", lambda plan: iter([1]), "ranks", "")], PLAN)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="world='rank', expected one of ranks, simulated"):
         Suite("s", fails, "rank", "")  # type: ignore[arg-type]
