@@ -173,7 +173,7 @@ def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
 
 
 def test_resume_refuses_a_run_of_something_else() -> None:
-    header = json.loads(json.dumps({"plan": asdict(PLAN), "suites": ["a"], "launches": 1}))
+    header = json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1}))
     path = Path("x.jsonl")
     selection.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
     for plan, suites, launches, says in [
