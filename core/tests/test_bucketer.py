@@ -312,7 +312,7 @@ def test_reductions() -> None:
 @pytest.mark.parametrize(("cap", "hold"), ((25, False), (25, True), (0, False)))
 @on_worlds
 def test_dtensors_tensors_and_lists(cap: float, hold: bool) -> None:
-    """Also on simulated ranks, whose tensors are LocalTensors: hence no rank in the program."""
+    """Does not use the rank, so that it also runs with LocalTensors."""
     mesh = mesh_of((2, WORLD_SIZE // 2), ("dp", "tp"))
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     whole = torch.arange(8.0 * 6).reshape(8, 6)

@@ -1,4 +1,4 @@
-"""The collectives against plain maths, on real ranks and on simulated ones from one body."""
+"""Collectives of the core against plain arithmetic, on gloo processes and on threads."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex
 
 @pytest.fixture(params=[BACKEND] if BACKEND else ["gloo", "threads"])
 def everywhere(request: pytest.FixtureRequest) -> AnyWorlds:
-    """Runs a body on four ranks, real ones or simulated ones."""
+    """Runs a function on four gloo processes or on four simulated ranks."""
     worlds: AnyWorlds = request.getfixturevalue("ranks" if request.param == "threads" else "gloo_ranks")
     return worlds
 
@@ -35,7 +35,7 @@ def _all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _moving(async_op: bool) -> None:
-    """The collectives that only move, against plain maths."""
+    """Checks the collectives without arithmetic."""
     group, rank = dist.group.WORLD, dist.get_rank()
     cut, fewer = list(range(1, N + 1)), list(range(N))  # rows that each rank gets from every rank
     for dtype in DTYPES:

@@ -231,7 +231,7 @@ def test_gradients_pass_through() -> None:
 
 
 def _nodes(graph: Any) -> list[str]:
-    """collective, result, wait, getitem or compute, in order."""
+    """Returns the kind of each call of a graph in order: collective, result, wait, or the name of the function."""
     kinds = []
     for node in graph.graph.nodes:
         if node.op != "call_function":

@@ -1,4 +1,4 @@
-"""The cost model against hand-computed values and against torch's own functions on the same meshes."""
+"""The cost model: against computed values, against torch on the same meshes, and with measured topologies."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.fl
 
 
 def topology(**changes: Any) -> dict[str, Any]:
-    """A valid topology of dp=2, tp=4; `dp__ranks=3` changes a field of a dim, `schema=1` one of the file."""
+    """Returns a topology of dp=2, tp=4. `dp__ranks=3` changes a field of a mesh dim, `schema=1` one of the file."""
     dims = {
         "dp": {"name": "dp", "ranks": 2, "bandwidth_GiBps": 0.5, "latency_us_per_hop": 40},
         "tp": {"name": "tp", "ranks": 4, "bandwidth_GiBps": 2.0, "latency_us_per_hop": 10.0},
@@ -75,13 +75,12 @@ def topology(**changes: Any) -> dict[str, Any]:
 
 
 def table(*rows: tuple[int, float]) -> dict[str, Any]:
-    """A curve as a topology file holds it."""
+    """Returns a curve in the form of a topology file."""
     return {"table": [{"size_bytes": size, "time_us": us} for size, us in rows]}
 
 
 def measured(**changed: Any) -> dict[str, Any]:
-    """The topology with every change of placement measured on both mesh dims: 100 us at any size, except
-    as `changed` says: `tp_SR=table(...)`."""
+    """Returns a topology whose transitions all take 100 us, except those in `changed`, e.g. tp_SR=table(...)."""
     priced = topology()
     short = {name.replace("(", "").replace(")", "").replace("->", ""): name for name in CHANGES}
     for dim in priced["dims"]:
@@ -94,7 +93,7 @@ def measured(**changed: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def fake_world() -> Iterator[None]:
-    """Of 8 ranks, with the built-in constants."""
+    """A fake group of 8 ranks with the built-in constants."""
 
     def forget() -> None:
         MeshTopoInfo.build_from_mesh.cache_clear()
@@ -177,7 +176,7 @@ def test_impossible_and_free_redistributions() -> None:
 
 
 def test_all_to_all_never_costs_more_than_gathering_and_slicing() -> None:
-    """PyTorch's surcharge makes it so for small tensors, of which the planner then gathers everything."""
+    """PyTorch's surcharge makes it more expensive for small tensors, so that its planner gathers everything."""
     mesh = init_device_mesh("cpu", (8,))
     small = [DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))]
     there, all_of_it, back = small
@@ -213,7 +212,7 @@ SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[Placement, ...]]]:
-    """Constants of a mesh, a tensor's shape, and two ways of placing it; the first may be pending."""
+    """Draws the constants of a mesh, the shape of a tensor, and two placements; the first may be Partial."""
     sizes = draw(SIZES)
     n = len(sizes)
     bandwidth = draw(st.tuples(*[st.sampled_from([0.5, 20.0, 87.7])] * n))
@@ -235,7 +234,7 @@ def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> flo
 
 
 def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: float) -> float:
-    """The least sum over all chains of one-dim transitions: relaxed until nothing improves."""
+    """Returns the least cost of all chains of one-dim transitions, by relaxation until nothing improves."""
     sizes = topo.mesh_dim_devices
     kinds = [R, *(Shard(d) for d in range(len(shape))), *(p for p in src if p.is_partial())]
     states = list(itertools.product(dict.fromkeys(kinds), repeat=len(sizes)))
@@ -412,7 +411,7 @@ def test_measured_changes_price_a_redistribution() -> None:
 
 
 def test_planner_chooses_the_measured_cheapest_route() -> None:
-    """gloo's reduce-scatter takes as long as its all-reduce; a measured one may take longer still."""
+    """The reduce-scatter of gloo takes as long as its all-reduce; a measured one may take even longer."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     src, dst = spec(mesh, R, P), (R, Shard(0))
     clear_caches()
@@ -466,7 +465,7 @@ MEASURED = {
 def test_step_costs_the_measured_time_of_its_collective(
     dims: tuple[str], src: Any, dst: Any, collective: str
 ) -> None:
-    """nccl-tests and comm.py count the same bytes of every collective."""
+    """nccl-tests and comm.py define the bytes of a collective in the same way."""
     content = topology()
     content["dims"].append({"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1, "latency_us_per_hop": 1})
     for dim in content["dims"]:

@@ -1,4 +1,4 @@
-"""The tool that judges every op: what it sees of an op, processes that die or hang, what became worse."""
+"""The tool that judges every op: verdicts, workers that die or hang, comparison with a base."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The pictures of shardings: what they say of every layout, and that they are well formed."""
+"""Debugging aids: pictures of shardings, the stage timer of dispatch, and checks that ranks agree."""
 
 import contextlib
 import io
@@ -143,14 +143,14 @@ def mesh(fake_world: Any) -> DeviceMesh:
 
 
 def opened(log: stopwatch.Log) -> list[str]:
-    """The names of the stages in the order in which they began."""
+    """Returns the names of the stages in the order of their start."""
     pairs = list(zip(log[::2], log[1::2], strict=True))
     assert len(pairs) % 2 == 0
     return [stopwatch.NAMES[first] for first, second in pairs if second != stopwatch.END]
 
 
 def everything() -> dict[Any, Any]:
-    """What every module and class of the core holds."""
+    """Returns all attributes of the modules and classes of the core."""
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
     held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
     for cls in (dt.DTensor, Moving, *CALLING):
@@ -198,7 +198,7 @@ CASES = ("rows", "placements", "part", "op", "redistribute", "full_tensor", "dty
 
 
 def differ(how: str) -> None:
-    """Two ranks; rank 1 is another in one way."""
+    """Runs an op on two ranks, of which rank 1 differs in one way."""
     mesh = mesh_of((2,))
     other = dist.get_rank() == 1
     dtype = torch.float64 if how == "dtype" and other else torch.float32

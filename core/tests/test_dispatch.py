@@ -29,13 +29,13 @@ from dtbench_core.dispatch import entry as dispatching
 
 
 def distribute_tensor(full: torch.Tensor, device_mesh: DeviceMesh, placements: Any) -> DTensor:
-    """Every rank cuts its own copy: the fake group moves nothing, so what it scatters is arbitrary."""
+    """Distributes without communication, because a scatter of the fake group returns arbitrary values."""
     return dtbench_core.distribute_tensor(full, device_mesh, placements, src_data_rank=None)
 
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Eight simulated ranks, seen from rank 0; caches start empty."""
+    """A mesh of eight simulated ranks on rank 0, with empty caches."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     clear_caches()
     yield init_device_mesh(DEVICE_TYPE, (8,))
@@ -49,7 +49,7 @@ def x(mesh: DeviceMesh) -> DTensor:
 
 @pytest.fixture
 def slow_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that came down to torch_dispatch."""
+    """Records the ops that reach torch_dispatch."""
     seen: list[str] = []
     original = dispatching.torch_dispatch
 
@@ -130,7 +130,7 @@ def test_dims_are_not_mistaken_for_numbers(x: DTensor) -> None:
 
 @pytest.mark.parametrize("form", [list, tuple])
 def test_requires_grad_is_detected_inside_sequences(x: DTensor, form: Any) -> None:
-    """torch's own question, whether any argument requires grad, does not look into tuples."""
+    """torch's check of whether an argument requires grad does not look into tuples."""
     y = x.clone().requires_grad_()
     for tensors in (form((y, x)), form((x, y))):
         assert torch.cat(tensors, 1).requires_grad
@@ -139,7 +139,7 @@ def test_requires_grad_is_detected_inside_sequences(x: DTensor, form: Any) -> No
 
 
 def test_gradients_of_plain_and_distributed_inputs_at_once(x: DTensor) -> None:
-    """autograd's own functions take plain and distributed tensors together, each with its like."""
+    """The functions of autograd take plain and distributed tensors in one call."""
     plain = torch.ones(1, 4, requires_grad=True)
     y = x.clone().requires_grad_()
     out = (DTensor.from_local(plain, x.device_mesh, [Shard(0)]) * y).to_local()
@@ -210,7 +210,7 @@ def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_equal_mesh_of_a_new_world_has_its_own_groups() -> None:
-    """An equal mesh of a destroyed world must not lend its dead process groups."""
+    """A mesh of a destroyed world must not provide its process groups to an equal mesh."""
     groups = []
     for _ in range(2):
         dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
@@ -247,7 +247,7 @@ def test_lost_write_in_a_list_is_refused(mesh: DeviceMesh) -> None:
 
 
 def test_functions_that_may_return_their_input_copy_if_the_full_tensor_needs_it(mesh: DeviceMesh) -> None:
-    """A shard that one row is has its elements in order, however the whole's lie."""
+    """A shard of one row is contiguous even if the full tensor is not."""
     channels_last = {"memory_format": torch.channels_last}
     calls: list[tuple[tuple[int, ...], Any]] = [
         ((4, 8), lambda t: t.contiguous()),
@@ -392,7 +392,7 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "relu"])
 def test_double_backward(mesh: DeviceMesh, name: str) -> None:
-    """Of a cubed result, so that second derivatives are not zero; each rank's own shard is compared."""
+    """Cubes the result, so that second derivatives are not zero, and compares each rank's own shard."""
     x, w = _inputs(mesh)
     _repeat(CALLS[name], x, w)
     seconds = []

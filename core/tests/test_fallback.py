@@ -1,4 +1,4 @@
-"""Ops without a rule run on replicated inputs: right, counted, warned once. And out=, in-place views."""
+"""Ops without a rule run on replicated inputs; implicit replication of plain tensors; implicit redistribution."""
 
 import warnings
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_writes_reach_the_written_tensor(name: str, written: list[Placement], re
 
 @on_ranks
 def test_in_place_add_to_a_partial_has_a_rule() -> None:
-    """Terms of any placement are added to a pending sum, which stays one, by a rule."""
+    """Addends of any placement are added to a Partial without a fallback; it stays Partial."""
     clear_fallbacks()
     full = torch.arange(15.0).reshape(5, 3)
     for read in ([R], [S(0)], [Partial()]):

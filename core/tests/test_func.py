@@ -1,4 +1,4 @@
-"""torch.func, forward AD and torch.autograd.grad over DTensors, compared with the same on full tensors."""
+"""torch.func, forward-mode AD and torch.autograd.grad on DTensors; local_map and register_sharding."""
 
 import warnings
 from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_tangents_pass_conversions() -> None:
 
 @on_ranks
 def test_tangent_is_redistributed_to_its_primal() -> None:
-    """Placed otherwise, it moves there; placed alike, nothing is sent."""
+    """Nothing is sent if both have the same placement."""
     x = torch.arange(8.0).sin()
     with count_collectives() as count:
         jvp(torch.sin, (place(x, S0),), (place(x, S0),))
@@ -247,7 +247,7 @@ def test_gradients_of_plain_outputs_are_checked_as_torch_does() -> None:
 @needs_213("there is no such op")
 @on_worlds
 def test_linear_cross_entropy_in_chunks() -> None:
-    """torch's op for it makes plain buffers in its backward. For a DTensor's loss and a plain one."""
+    """torch's op creates plain buffers in its backward. Tests a DTensor loss and a plain one."""
     mesh, options = mesh_of((4,)), nn.LinearCrossEntropyOptions(batch_chunk_size=2)
     tensors = [torch.arange(n * 4.0).view(n, 4).sin() for n in (6, 5)]
     target = torch.tensor([0, 3, 1, 4, 2, 2])
@@ -320,7 +320,7 @@ A, B = torch.arange(32.0).reshape(8, 4), torch.arange(24.0).reshape(4, 6)
 
 @on_ranks
 def test_shards_in_and_placements_out() -> None:
-    """A product over a sharded inner dim: each rank has a term."""
+    """Multiplies along a sharded inner dim: each rank computes a term."""
     a, b = place(A, S1).requires_grad_(), place(B, S0).requires_grad_()
     types = []
 
@@ -397,7 +397,7 @@ LIBRARY = "dtbench_test_rules"
 
 
 def _library() -> Any:
-    """Custom ops, defined once per process: 2x + y of the first list item; x reversed along its last dim."""
+    """Returns custom ops, defined once per process: x * scale plus a list item; x reversed along its last dim."""
     if not hasattr(getattr(torch.ops, LIBRARY), "combine"):
 
         @torch.library.custom_op(f"{LIBRARY}::combine", mutates_args=())
@@ -459,7 +459,7 @@ def test_invalid_rules_are_refused() -> None:
 
 @on_ranks
 def test_rules_are_replaced() -> None:
-    """A rule of the core's is replaced for plans made before, too; the value of a number may matter to it."""
+    """Also for calls that were planned before. The rule may depend on the value of a number."""
     op = torch.ops.aten.mul.Scalar
     x = place(A, S0)
     assert [op(x, s).placements for s in (2.0, 3.0)] == [(S0,), (S0,)]

@@ -1,4 +1,4 @@
-"""DTensors handed to torch's own class and back: memory, versions, placements, gradients."""
+"""Conversions from and to torch's own DTensor, and the collective utilities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ def _spread(shape: tuple[int, ...], mesh: Any, placements: list[Placement]) -> D
 
 @on_ranks
 def test_conversion_round_trip() -> None:
-    """Values, placements and memory; every rank holds what torch would give it."""
+    """Checks values, placements and memory; every rank holds the shard that torch would give it."""
     for mesh_shape, placements in LAYOUTS:
         for shape in ((4, 6), (8, 2), (5, 3), (2, 3)):
             if shape[0] % 4 and type(placements[0]) is StridedShard:
@@ -130,7 +130,7 @@ def test_gradients_pass_through_conversions() -> None:
 
 @on_ranks
 def test_parameters_share_their_memory() -> None:
-    """A parameter's values under torch's class, trained by an optimizer there."""
+    """Trains a parameter's values through a parameter of torch's class."""
     parameter = nn.Parameter(_spread((4, 2), mesh_of((4,)), [S0]))
     twin = nn.Parameter(to_torch(parameter.detach()))
     twin.sum().backward()
@@ -299,7 +299,7 @@ def test_empty_shards_are_appended_in_place() -> None:
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)], ids=str)
 @on_ranks
 def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], direct: bool) -> None:
-    """Every pair of dims, on every mesh dim, against cutting the full tensor."""
+    """Every pair of dims, on every mesh dim."""
     mesh = mesh_of(mesh_shape)
     for mesh_dim, (src, dst) in ((m, p) for m in range(mesh.ndim) for p in ((0, 1), (1, 0), (1, 2), (-1, 0))):
         ranks, me, group = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.get_group(mesh_dim)
@@ -345,7 +345,7 @@ def test_dims_are_checked(fake_world: Callable[..., None], dims: tuple[int, int]
 
 @on_ranks
 def test_scatter_and_broadcast_along_a_mesh_dim() -> None:
-    """Ranks 0 1 / 2 3: down the columns from the first row, then along the rows from the second column."""
+    """On the mesh [[0, 1], [2, 3]]: along dim 0 from the first row, then along dim 1 from the second column."""
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
     for mesh_dim, src, source in ((0, 0, rank % 2), (1, 1, rank // 2 * 2 + 1)):
         me = mesh.get_local_rank(mesh_dim)

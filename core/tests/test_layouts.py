@@ -1,4 +1,4 @@
-"""Shards that torch.chunk does not make: of any lengths (RaggedShard), and strided ones."""
+"""Shards of any length (RaggedShard), strided shards, and the shards of views."""
 
 import itertools
 import math
@@ -71,7 +71,7 @@ def test_rows_of_any_lengths() -> None:
 
 @on_ranks
 def test_ranks_agree_on_lengths() -> None:
-    """What from_local makes of shapes that are torch.chunk's, empty, and cut on two mesh dims."""
+    """Tests from_local with shards like those of torch.chunk, with empty ones, and on two mesh dims."""
     rank = dist.get_rank()
     for counts in ((2, 2, 2, 2), (3, 3, 2, 0), (0, 8, 0, 0)):
         part = torch.full((counts[rank], 4), float(rank))
@@ -108,7 +108,7 @@ PLACEMENTS_2D: list[list[Placement]] = [
 )
 @on_ranks
 def test_moving(mesh: tuple[int, ...], options: list[list[Placement]]) -> None:
-    """Between every two placements, values and gradients."""
+    """Redistributes between every two placements and compares values and gradients."""
     for src, dst in itertools.product(options, options):
         tensor = _cut(A, src, mesh).requires_grad_()
         whole = A
@@ -131,7 +131,7 @@ def test_moving(mesh: tuple[int, ...], options: list[list[Placement]]) -> None:
 @pytest.mark.parametrize("placement", (ROWS, StridedShard(0, 2), RaggedShard(1, (0, 4, 0, 0))))
 @on_ranks
 def test_reductions_scatters_and_factories_make_any_shards(placement: Any) -> None:
-    """Terms reduced straight into other layouts; sources other than every rank's own copy; factories."""
+    """Reduces Partials, scatters from another rank, and calls factories."""
     terms = DTensor.from_local(A * (dist.get_rank() + 1), mesh_of((4,)), [P])
     assert torch.equal(terms.redistribute(placements=[placement]).full_tensor(), A * 10)
     largest = DTensor.from_local(A * (dist.get_rank() + 1), mesh_of((4,)), [Partial("max")])
@@ -192,7 +192,7 @@ def test_ops(name: str) -> None:
 
 @on_ranks
 def test_ops_of_different_shards() -> None:
-    """A ragged tensor with others: what has to move does, and the result is right."""
+    """Combines a ragged tensor with tensors of other placements."""
     x = _cut(A, ROWS)
     for other in (R, S0, S1, RaggedShard(0, (2, 2, 2, 2)), RaggedShard(0, (4, 0, 4, 0)), StridedShard(0, 2)):
         assert torch.equal((x + _cut(B, other)).full_tensor(), A + B), other
@@ -203,7 +203,7 @@ def test_ops_of_different_shards() -> None:
 
 @on_ranks
 def test_embedding_of_ragged_rows() -> None:
-    """A table of ragged rows is looked up where it lies."""
+    """The lookup in a table with ragged rows needs no communication."""
     indices = torch.tensor([[0, 7], [4, 4], [1, 3]])
     plain, table = A.clone().requires_grad_(), _cut(A, ROWS).requires_grad_()
     placed = _cut(indices, R)
@@ -299,7 +299,7 @@ def _part(whole: torch.Tensor, placements: Placements, sizes: tuple[int, ...], a
 
 @st.composite
 def _views(draw: Any) -> Any:
-    """Two shapes of the same elements, a mesh, and placements that the first can have."""
+    """Draws two shapes with equal numbers of elements, a mesh, and placements of the first shape."""
     factors = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4, 5]), min_size=1, max_size=5))
     shapes = []
     for _ in range(2):
@@ -351,7 +351,7 @@ def test_shard_of_a_view_is_the_view_of_the_shard(case: Any) -> None:
 def test_products_over_joined_dims_stay_local(
     mesh: tuple[int, ...], placements: list[Placement], shape: tuple[int, ...]
 ) -> None:
-    """A matrix product over a joined dim, forward and backward, as a linear layer does it by views."""
+    """A linear layer flattens batch dims by a view; forward and backward need no communication."""
     full = (torch.arange(float(math.prod(shape))).reshape(shape) / 10).requires_grad_()
     weight = (torch.arange(12.0).reshape(3, 4) / 10).requires_grad_()
     x = place(full.detach(), *placements, mesh=mesh).requires_grad_()

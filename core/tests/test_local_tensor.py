@@ -1,4 +1,4 @@
-"""LocalTensor by itself: ops, collectives, numbers and random states per rank, and errors that name ranks."""
+"""LocalTensor: ops, collectives, numbers and random states per rank, errors that name ranks, DTensors."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ def held(tensor: torch.Tensor) -> list[list[float]]:
 
 
 def uneven() -> LocalTensor:
-    """Rows of rank r: 2, 2, 1 and 0, filled with r + 1."""
+    """Returns a LocalTensor with 2, 2, 1 and 0 rows on ranks 0 to 3, filled with rank + 1."""
     return rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), rank + 1.0))
 
 
@@ -132,7 +132,7 @@ def test_plain_tensors_are_the_same_on_every_rank(fake_world: Callable[[int], No
 
 
 def test_running_statistics_are_updated_once(fake_world: Callable[[int], None]) -> None:
-    """Batch norm writes to them, and its schema does not say so."""
+    """Batch norm writes to them, although its schema does not say so."""
     fake_world(4)
     norm, twin = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
     twin(torch.arange(12.0).view(4, 3))
@@ -436,7 +436,7 @@ def test_function_with_a_collective_draws_once(mode: LocalTensorMode) -> None:
 
 
 def test_meshes_of_another_world_with_equal_group_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both worlds count their groups from 0, so that a mesh of thread ranks has a group of the same name."""
+    """Both worlds number their groups from 0, so a mesh of threads has a group of the same name."""
     with ThreadWorld(4) as world:
         others = world.run(lambda: [DeviceMesh("cpu", [0, 1]) for _ in range(6)])
         dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -460,7 +460,7 @@ FIBRES = {"inner": [[0, 1], [0, 1], [2, 3], [2, 3]], "outer": [[0, 2], [1, 3], [
 
 @pytest.mark.parametrize("which", FIBRES)
 def test_collectives_along_a_mesh_dim(mesh: DeviceMesh, which: str) -> None:
-    """Each collective by itself, on the whole world: test_threads.py."""
+    """test_threads.py tests each collective on the whole world."""
     group, me = mesh.get_group(which), dist.get_rank()
     total, sent, part, moved = torch.ones(2) * me, torch.ones(2) * me, torch.zeros(1), torch.zeros(2)
     parts = [torch.zeros(1), torch.zeros(1)]
@@ -638,7 +638,7 @@ def test_functions_per_rank_may_use_dtensors(mode: LocalTensorMode) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 4, 4), marks=pytest.mark.slow)], ids=str)
 def test_training_step_of_a_parallel_mlp(fake_world: Callable[[int], None], shape: tuple[int, ...]) -> None:
-    """Data over the outer mesh dim, the layers over the inner one: the loss and gradients of one device."""
+    """Data parallel over the outer mesh dim, tensor parallel over the inner one; compared with one device."""
     size = int(torch.tensor(shape).prod())
     fake_world(size)
     torch.manual_seed(0)

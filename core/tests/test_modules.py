@@ -1,4 +1,4 @@
-"""What programs do with modules of DTensor parameters, compared with the same on plain modules."""
+"""Modules with DTensor parameters: training, copies, conversions, state dicts and checkpoints."""
 
 import copy
 import io
@@ -39,7 +39,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
-    """Outputs and the gradients of all parameters."""
+    """Asserts equal outputs and equal gradients of all parameters."""
     for one, inputs in ((module, x), (plain, x.full_tensor())):
         one.zero_grad()
         out = one(inputs)
@@ -93,7 +93,7 @@ def test_plain_input_of_a_recurrent_module_is_refused() -> None:
 
 @on_worlds
 def test_modules_load_plain_tensors() -> None:
-    """Of a whole plain tensor, which every rank has, each takes its part."""
+    """Every rank has the full plain tensor and takes its shard."""
     torch.manual_seed(0)
     plain, other = nn.Linear(3, 5), nn.Linear(3, 5)
     for placement in (S0, R):
@@ -233,7 +233,7 @@ def _tensor(layout: Layout, shape: tuple[int, ...] = (5, 3)) -> DTensor:
 
 
 def _same(a: DTensor, b: DTensor) -> bool:
-    """Equal, and neither shares memory with the other."""
+    """Returns whether two DTensors are equal without sharing memory."""
     one, other = a.to_local(), b.to_local()
     apart = one.numel() == 0 or one.data_ptr() != other.data_ptr()
     return a._spec is b._spec and type(a) is type(b) and bool((one == other).all()) and apart
@@ -258,7 +258,7 @@ def test_copies_are_equal_and_own_their_memory(layout: Any) -> None:
 
 @on_ranks
 def test_unpickling_finds_the_mesh_among_equal_ones() -> None:
-    """Each has its own process groups: what is loaded lies on those that it was saved on."""
+    """Equal meshes have different process groups; a loaded tensor uses those of its original mesh."""
     first, second = (init_device_mesh("cpu", (2, 2)) for _ in range(2))
     one, other = (
         distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [S0, S1]) for mesh in (first, second)
@@ -286,7 +286,7 @@ def test_copied_parameters_are_parameters() -> None:
 @on_ranks
 @pytest.mark.parametrize("leaf", [True, False])
 def test_data_of_a_from_local_result_counts_its_writes_separately(leaf: bool) -> None:
-    """They count for the plain tensor, too, but by no other way."""
+    """Writes through `.data` count for the plain tensor, but not for autograd."""
     source = _tensor(LAYOUTS[0], (4, 2)).double()
     plain = source.to_local().clone().requires_grad_()
     x = DTensor.from_local(plain if leaf else plain * 1, source.device_mesh, source.placements)
@@ -386,8 +386,7 @@ def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ..
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[4]], ids=str)
 @on_gloo_ranks
 def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
-    """What was saved is what the tensor held then, though it is changed before the file is written; a plain tensor
-    loads it."""
+    """The file has the values at the time of saving, although the tensor changes before it is written."""
     tensor = _tensor(layout)
     saving = dcp.async_save({"x": tensor}, checkpoint_id=tmp_path)
     with torch.no_grad():

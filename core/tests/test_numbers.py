@@ -1,4 +1,4 @@
-"""Numbers in calls that are planned already: equal ones of other types, and those that plain tensors refuse."""
+"""Numbers and values as arguments: equal ones of other types differ, invalid ones are refused on every rank."""
 
 import warnings
 from collections.abc import Callable
@@ -50,7 +50,7 @@ TAKING: dict[str, Callable[[torch.Tensor, Any], Any]] = {
 
 
 def _outcome(run: Callable[..., Any], *args: Any) -> torch.Tensor | type[Exception]:
-    """What it gives, whole, or the class of what it raises."""
+    """Returns the full result, or the class of the exception."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -61,7 +61,7 @@ def _outcome(run: Callable[..., Any], *args: Any) -> torch.Tensor | type[Excepti
 
 
 def test_equal_numbers_of_different_types_are_different(fake_world: Callable[[int], None]) -> None:
-    """No number may be taken for another that was met before it."""
+    """No number is mistaken for an equal one of an earlier call."""
     fake_world(4)
     mesh = DeviceMesh("cpu", range(4))
     for full in (torch.tensor([3.0, -2, 0, 1]), torch.tensor([3, -2, 0, 1]), torch.tensor([True, False])):
@@ -120,7 +120,7 @@ def _written(x: torch.Tensor, number: float) -> torch.Tensor:
 
 
 def _agreed(mesh: DeviceMesh, run: Callable[..., Any], *args: Any) -> Any:
-    """As `_outcome`, where all ranks must come to the same kind of outcome before any may gather it."""
+    """Like `_outcome`, but checks first that either all ranks raise or none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result, error = None, None
@@ -135,7 +135,7 @@ def _agreed(mesh: DeviceMesh, run: Callable[..., Any], *args: Any) -> Any:
 
 @on_ranks
 def test_invalid_numbers_are_refused_on_every_rank() -> None:
-    """By all ranks alike, whatever was accepted before, and never because of what was refused before."""
+    """Earlier calls, accepted or refused, do not matter."""
     mesh = mesh_of((4,))
 
     def put(full: Any) -> Any:
@@ -179,7 +179,7 @@ LEAVING: dict[str, Callable[[Any], Any]] = {
 
 @on_ranks
 def test_pending_sums_of_integers_that_wrap_around() -> None:
-    """Terms that wrap around add up in their own dtype alone."""
+    """Terms that overflow must be added in their own dtype."""
     mesh = mesh_of((4,))
 
     def put(full: torch.Tensor) -> DTensor:

@@ -45,7 +45,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @functools.cache
 def _combinations(shapes: Shapes, mesh_ndim: int, limit: int, seed: int) -> list[Any]:
-    """Placements of all inputs, not all replicated: every one if there are few, else a seeded sample."""
+    """Returns placements of all inputs except all replicated: every combination, or a seeded sample of `limit`."""
     choices = [[Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))] for shape in shapes]
     per_input = [itertools.product(each, repeat=mesh_ndim) for each in choices]
     everything = list(itertools.product(*per_input))[1:]
@@ -57,12 +57,12 @@ def _combinations(shapes: Shapes, mesh_ndim: int, limit: int, seed: int) -> list
 
 @maybe_run_for_local_tensor
 def _weight(index: int, ranks: int) -> float:
-    """Of the term of rank `index`: weights that differ and sum to 1 exactly in binary."""
+    """Returns the weight of the term of rank `index`. Weights differ, and their sum is exactly 1 in binary."""
     return 0.5 ** min(index + 1, ranks - 1)
 
 
 def place(full: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
-    """`full` as a DTensor; a Partial gets different terms on every rank, which add up to it."""
+    """Returns `full` as a DTensor. The terms of a Partial differ between ranks and add up to it."""
     whole = [Replicate() if p.is_partial() else p for p in placements]
     placed = distribute_tensor(full, mesh, whole, src_data_rank=None)
     if whole == list(placements):
@@ -81,7 +81,7 @@ def _inputs(shapes: Shapes) -> list[torch.Tensor]:
 
 @functools.lru_cache(maxsize=2)
 def _reference(name: str, uneven: bool) -> tuple[Any, ...]:
-    """The inputs, the result of plain torch, a cotangent of it and the gradients of the inputs."""
+    """Returns the inputs, the result of plain torch, a cotangent, and the gradients of the inputs."""
     op = OPS[name]
     plain = [t.requires_grad_(op.differentiable) for t in _inputs(op.uneven if uneven else op.shapes)]
     expected = op.fn(*plain)
@@ -174,7 +174,12 @@ MAX_SIZE = 6
 
 
 class Link(NamedTuple):
-    """One op of a chain: `pick` chooses its numbers for a shape, `run` applies it to (x, numbers)."""
+    """One op of a chain.
+
+    Attributes:
+        pick: draws the op's numbers for a shape.
+        run: applies the op to (x, numbers).
+    """
 
     pick: Callable[[Any, tuple[int, ...]], Any]
     run: Callable[[Any, Any], Any]
@@ -191,7 +196,7 @@ def _cut(draw: Any, shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def _split(draw: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Another shape of as many elements."""
+    """Draws another shape with as many elements."""
     left, sizes = math.prod(shape), []
     while left > 1 and len(sizes) < 2:
         divisors = [d for d in range(1, left + 1) if left % d == 0]
@@ -273,7 +278,7 @@ def _run(x: Any, chain: Chain) -> Any:
 
 
 def _as_plain(chain: Chain) -> None:
-    """On a rank: what plain torch gives, with autograd and without."""
+    """Compares a chain with plain torch, with and without autograd."""
     mesh = mesh_of(chain.mesh)
     plain = torch.randn(chain.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain.requires_grad_()
@@ -307,7 +312,7 @@ S0, S1, S2, S3 = (Shard(d) for d in range(4))
 
 
 class Case(NamedTuple):
-    """fn(*inputs) on shapes; which of the placements each input takes."""
+    """A function with the shapes of its inputs and the placements to try."""
 
     fn: Callable[..., Any]
     shapes: tuple[tuple[int, ...], ...]
@@ -414,7 +419,7 @@ def _half(*shape: int) -> torch.Tensor:
 
 
 def _attention_calls() -> Iterator[tuple[Any, tuple[Any, ...], int]]:
-    """(op, arguments, how many rows are expected): forward, then backward with forward's results."""
+    """Yields (op, arguments, expected number of rows): each forward, then its backward."""
     q, k, v, grad = (_half(*QUERY) for _ in range(4))
     for bias in (_half(BATCH, HEADS, LENGTH, LENGTH), _half(BATCH, 1, LENGTH, LENGTH)):
         op = aten._scaled_dot_product_efficient_attention.default
@@ -488,7 +493,7 @@ def test_rows_of_gpu_ops_give_each_rank_its_shard(mesh: MeshInfo) -> None:
 
 
 def _norms() -> Iterator[tuple[str, Any]]:
-    """(name, op of (data, weight, bias, running mean, running var))."""
+    """Yields (name, op of (data, weight, bias, running mean, running var))."""
     none = None, None  # running statistics: torch without CUDA cannot write to those
     yield "native, training", lambda x, w, b, *_: aten.native_batch_norm(x, w, b, *none, True, 0.1, 1e-5)
     yield "native", lambda *given: aten.native_batch_norm(*given, False, 0.1, 1e-5)
@@ -502,7 +507,7 @@ def _norms() -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parameters", ["as the data", "float32"])
 def test_norms_on_gpus_save_what_torch_saves(fake_world: Any, dtype: torch.dtype, parameters: str) -> None:
-    """Sizes and dtypes of results on a mesh of GPUs that are not there: a CPU's statistics have other dtypes."""
+    """Compares shapes and dtypes on a fake GPU mesh, since statistics on a CPU have other dtypes."""
     fake_world(2)
     mesh = DeviceMesh("cuda", [0, 1])
     of_channels = dtype if parameters == "as the data" else torch.float32

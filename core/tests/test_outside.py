@@ -46,7 +46,7 @@ A = torch.arange(12.0).reshape(4, 3)
 
 
 def _pair() -> Any:
-    """A mesh of the first two of four ranks."""
+    """Returns the mesh of the first two of four ranks."""
     return mesh_of((2,))
 
 
@@ -55,7 +55,7 @@ def _member() -> bool:
 
 
 def _program() -> dict[str, Any]:
-    """A little of everything; what each step gives, by its metadata and how much this rank holds."""
+    """Runs many kinds of ops; returns the metadata of each result and the number of its local elements."""
     mesh = _pair()
     x = distribute_tensor(A.clone(), mesh, [S0]).requires_grad_()
     w = DTensor.from_local(
@@ -123,7 +123,7 @@ def test_values_are_not_available_outside_the_mesh() -> None:
 
 @on_ranks
 def test_training_runs_on_ranks_outside_the_mesh() -> None:
-    """A model on the pair, trained on every rank of the world; from_local under autograd."""
+    """Every rank of the world trains a model that two ranks hold."""
     torch.manual_seed(0)
     module = distribute_module(nn.Linear(3, 2), _pair())
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
@@ -160,7 +160,7 @@ def test_ranks_outside_send_nothing_and_raise_the_same_errors() -> None:
 
 @on_ranks
 def test_one_table_per_rank_is_saved_and_loaded(tmp_path: Path) -> None:
-    """Each on a mesh of that rank alone."""
+    """The mesh of a table holds only its own rank."""
     rank = dist.get_rank()
     state: dict[str, Any] = {}
     for owner in range(4):
@@ -235,7 +235,7 @@ def test_random_numbers_are_those_of_one_device(order: Any) -> None:
 @pytest.mark.parametrize("order", MESHES, ids=str)
 @on_ranks
 def test_collectives_by_mesh_dim(order: Any) -> None:
-    """Lists and sources go by the coordinate."""
+    """Lists and source ranks refer to mesh coordinates."""
     mesh = mesh_in(order)
     at = mesh.get_coordinate()
     for dim in range(mesh.ndim):

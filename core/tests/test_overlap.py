@@ -1,5 +1,4 @@
-"""Writes that plain tensors refuse because of memory are refused alike on every rank, and what they do not is right;
-where views begin; which errors shapes raise. Compared with plain tensors."""
+"""In-place writes to tensors that share memory, compared with plain tensors: results, and errors on every rank."""
 
 import itertools
 import warnings
@@ -86,7 +85,7 @@ def test_writes_over_shared_memory() -> None:
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
 def test_lists_of_tensors_that_share_memory() -> None:
-    """They are written one after the other."""
+    """The tensors of a list are written one after the other."""
     mesh = mesh_of((4,))
     lists: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
         lambda x, y: torch._foreach_add_([x[:1], x[1:2]], [y[:1], x[:1]]),
@@ -112,7 +111,7 @@ def test_lists_of_tensors_that_share_memory() -> None:
 
 @on_ranks
 def test_copied_view_survives_a_new_shape_of_its_base() -> None:
-    """A view of it that had to be copied is read and written in the old one."""
+    """A view that had to be copied is read and written in the old shape."""
     views = (lambda x: x[1:3], lambda x: x.split(3, 0)[-1], lambda x: x.diagonal(), lambda x: x[:, 1])
     restate = (lambda x: x.t_(), lambda x: x.unsqueeze_(0), lambda x: x.transpose_(0, 1))
     for view in views:

@@ -1,4 +1,4 @@
-"""Tensor parallelism on real gloo ranks against the plain module on full tensors."""
+"""Tensor parallelism with ColwiseParallel and RowwiseParallel, compared with the plain modules."""
 
 import copy
 import re
@@ -65,7 +65,7 @@ BATCHES = (BATCH, SEQ, WIDTH)
 )
 @on_ranks
 def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """Outputs, input gradients, every parameter gradient, and parameters after SGD steps."""
+    """Compares outputs, gradients of inputs and parameters, and parameters after SGD steps."""
     mesh = mesh_of((WORLD_SIZE,), ("tp",))
     plain, parallel = seeded(make, *args), seeded(make, *args)
     before = dict(parallel.named_modules())

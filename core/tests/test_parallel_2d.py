@@ -1,4 +1,4 @@
-"""Two-dimensional parallelism: tensor parallel on one mesh dim, data parallel with sharded parameters on the other."""
+"""Tensor parallelism with sharded parameters on a second mesh dim; sequences that the ranks do not divide."""
 
 import copy
 from typing import Any
@@ -75,7 +75,7 @@ def _part(tensor: Tensor, mesh: Any) -> Tensor:
 def test_transformer_trains_like_the_plain_one(
     shape: tuple[int, int], order: tuple[str, str], optimizer: str, sharded: bool
 ) -> None:
-    """Some steps, every data-parallel rank with its own rows, as one device with all of them."""
+    """Each data-parallel rank has its own rows; compared with one device that has all of them."""
     mesh = mesh_of(shape, order)
     plain, parallel = seeded(Transformer), seeded(Transformer)
     names = dict(parallel.named_modules())
@@ -140,7 +140,7 @@ def test_placements_of_sharded_parameters() -> None:
 
 @on_worlds
 def test_plain_module_over_one_dim() -> None:
-    """Without tensor parallelism: batches of different sizes are for the caller to weigh, so the gradients add up."""
+    """Without tensor parallelism. Gradients are summed, since the caller weighs batches of different sizes."""
     mesh = mesh_of((4,), ("dp",))
     plain, parallel = seeded(nn.LayerNorm, 6), seeded(nn.LayerNorm, 6)
     tied = nn.ModuleList([parallel, nn.LayerNorm(6)])
@@ -219,7 +219,7 @@ def _chunk(whole: Tensor, mesh: Any, dim: int = 1) -> Tensor:
 
 
 class Net(nn.Module):
-    """Blocks between an embedding and a head, all of whose modules hand plain parts to each other."""
+    """Blocks between an embedding and a head. All modules exchange plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ NET = {
 def _same_step(
     plain: nn.Module, parallel: nn.Module, whole: Tensor, part: Tensor, mesh: Any, gathered: bool
 ) -> None:
-    """One forward and backward pass, whose output is whole on every rank, or this rank's part."""
+    """Compares a forward and backward pass. The output is `gathered` on every rank, or a chunk per rank."""
     for model in (plain, parallel):
         model.zero_grad()
     expected = plain(whole)
@@ -281,7 +281,7 @@ def test_chunks_of_sequences_of_any_length(lengths: tuple[int, ...]) -> None:
 
 
 def _asked(model: nn.Module, *inputs: Tensor) -> int:
-    """The collectives of a forward pass that are not there when DTensors are between the modules."""
+    """Returns the number of collectives of a forward pass."""
     with torch.no_grad(), count_collectives() as count:
         model(*inputs)
     return sum(count.calls.values())
@@ -310,7 +310,7 @@ def test_lengths_of_inputs_from_outside_are_exchanged_each_time() -> None:
 
 
 class Cross(nn.Module):
-    """A step of a decoder that reads the parts of an encoder's output each time."""
+    """A decoder step that reads an encoder's output each time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The styles beside Colwise and Rowwise: pairs, sequences, inputs and outputs; meshes of several dims."""
+"""Parallel styles other than Colwise and Rowwise, meshes of several dims, cross entropy of sharded classes."""
 
 import copy
 import inspect
@@ -77,7 +77,7 @@ def _assert_part(got: Tensor, mesh: Any, placement: Placement, whole: Tensor) ->
 
 
 def _mlp(linears: int) -> nn.Module:
-    """Linears of different widths with a ReLU between."""
+    """Returns linear layers of different widths with ReLUs between."""
     widths = [WIDTH, 10, 6, 12, 5, 7][: linears + 1]
     layers: list[nn.Module] = []
     for into, out in itertools.pairwise(widths):
@@ -102,7 +102,7 @@ def test_pairs_of_linears(linears: int) -> None:
 
 @on_worlds
 def test_pairs_are_found_in_submodules() -> None:
-    """At any depth, beside a lone Linear, and not within a pair."""
+    """At any depth and beside a single Linear, but not inside a pair."""
     mesh = mesh_of((4,), ("tp",))
     plain = seeded(lambda: nn.Sequential(nn.Sequential(MLP()), nn.Sequential(nn.Linear(WIDTH, WIDTH), MLP())))
     model = parallelize_module(copy.deepcopy(plain), mesh, PairwiseParallel())
@@ -124,7 +124,7 @@ def test_pairs_are_found_in_submodules() -> None:
 
 @on_worlds
 def test_pairs_with_conversions() -> None:
-    """Conversions of one's own, and layouts in their place."""
+    """Tests conversion functions and the layouts that replace them."""
     mesh = mesh_of((4,), ("tp",))
     plain, x = seeded(MLP), _data(8, WIDTH)
     expected, part = plain(x), _spread(x, mesh, S0).to_local()
@@ -141,7 +141,7 @@ def test_pairs_with_conversions() -> None:
 
 @on_worlds(world_size=2)
 def test_single_modules() -> None:
-    """parallelize_linear and parallelize_mlp, and what they refuse."""
+    """Tests parallelize_linear and parallelize_mlp, and their errors."""
     mesh = mesh_of((1, 2), ("dp", "tp"))
     assert parallelize_linear(nn.Linear(4, 4), mesh, tp_mesh_dim="tp").weight.placements == (S0,)
     assert parallelize_linear(nn.Linear(4, 4), mesh, RowwiseParallel(), 1).weight.placements == (S1,)
@@ -167,7 +167,7 @@ def test_single_modules() -> None:
 
 
 class Scale(nn.Module):
-    """A norm of one's own, with a parameter in a submodule."""
+    """A user's norm, with a parameter in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Recorder(nn.Module):
-    """Gives out what it gets, in the container asked for, and remembers it."""
+    """Records its inputs and returns them in the requested container."""
 
     def forward(self, *args: Any, pack: Any = tuple, **kwargs: Any) -> Any:
         self.seen = (args, kwargs)
@@ -375,7 +375,7 @@ def test_conversions() -> None:
 
 
 class Doubling(ParallelStyle):
-    """Changes what comes out, and keeps the mesh it got."""
+    """A style that doubles the output and records its mesh."""
 
     def __init__(self) -> None:
         self.meshes: list[DeviceMesh] = []
@@ -407,7 +407,7 @@ def test_parallelize_module_on_a_mesh_dim() -> None:
 @pytest.mark.skipif(not hasattr(theirs, "PrepareModuleInputOutput"), reason="an older torch")
 @pytest.mark.parametrize("name", theirs.__all__)
 def test_names_and_parameters_of_torch(name: str) -> None:
-    """Every parameter that torch has, with its default; parallelize_module also has the mesh dim."""
+    """Parameters and defaults equal those of torch, apart from the mesh dim of parallelize_module."""
 
     def parameters(function: Any) -> list[tuple[str, Any, Any]]:
         listed = inspect.signature(function).parameters.values()
@@ -436,12 +436,12 @@ def _random(
 
 
 def _moved(*counts: Any) -> int:
-    """Bytes that went by other means than all-reduces."""
+    """Returns the bytes of all collectives other than all-reduces."""
     return sum(nbytes for count in counts for name, nbytes in count.bytes.items() if name != "all_reduce")
 
 
 def _compare(logits: Tensor, target: Tensor, placements: list[Any], sent: int | None, **options: Any) -> None:
-    """Loss and gradient on the mesh against those of one device. sent: the most bytes that may be."""
+    """Compares loss and gradient with those of one device. `sent`: the most bytes that may be sent."""
     mesh = mesh_of((2, 2))
     x = logits.clone().requires_grad_()
     expected = F.cross_entropy(x, target, **options)
@@ -502,7 +502,7 @@ def test_shapes_and_layouts() -> None:
 
 @on_worlds
 def test_ignored_samples() -> None:
-    """The mean of nothing is NaN and its gradient zero; samples of one rank alone may be ignored."""
+    """The mean of no samples is NaN and its gradient zero. All samples of one rank may be ignored."""
     mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
     target[:2] = -100
@@ -565,7 +565,7 @@ def test_loss_parallel_and_cross_entropy_agree() -> None:
 
 @on_worlds
 def test_loss_parallel_leaves_other_ops_unchanged() -> None:
-    """The context is about cross_entropy: what else is computed of class-sharded logits inside is as outside."""
+    """Other ops on class-sharded logits give the same results inside the context."""
     mesh = mesh_of((4,), ("tp",))
     logits, target, _ = _random((6, 12), (6,), 12)
     weights = torch.linspace(-1, 1, 72, dtype=torch.float64).view(6, 12)
@@ -588,7 +588,7 @@ def test_loss_parallel_leaves_other_ops_unchanged() -> None:
 
 @on_ranks
 def test_precision_and_bytes() -> None:
-    """Half precision adds up in float32, autocast asks for it; nothing as large as the logits is sent."""
+    """Half precision is summed in float32, also under autocast. Nothing as large as the logits is sent."""
     mesh = mesh_of((4,), ("tp",))
     rng = torch.Generator().manual_seed(1)
     logits, target = torch.randn(8, 4096, generator=rng), torch.randint(0, 4096, (8,), generator=rng)

@@ -22,7 +22,7 @@ S0, R, S1 = Shard(0), Replicate(), Shard(1)
 
 
 def _drawn_in_a_graph() -> list[torch.Tensor]:
-    """Each rank's shards of what graphs draw, on ranks that seeded differently."""
+    """Returns the shards that graphs draw on differently seeded ranks."""
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())
     x = distribute_tensor(torch.ones(64), mesh_of((2, 2)), [S0, R], src_data_rank=None)
@@ -113,7 +113,7 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
 )
 @on_ranks
 def test_dropout_is_differentiated_as_on_one_device(shape: Any, placements: Any) -> None:
-    """Its values, gradient and second gradient."""
+    """Compares values, gradient and second gradient."""
     values = torch.arange(1.0, 41.0).view(5, 8).sin()
     mesh = mesh_of(shape)
     results = []
@@ -201,7 +201,7 @@ def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
 def test_differently_seeded_ranks_follow_the_first(
     ranks: ThreadWorlds, placements: list[Any], leaders: list[int], parts: Any
 ) -> None:
-    """parts: which half of what one device draws each rank has; of replicas both."""
+    """`parts`: the halves of one device's draws that each rank has; both halves if replicated."""
     for drawn, leader, part in zip(ranks(_moved_differently, placements), leaders, parts, strict=True):
         torch.manual_seed(40 + leader)
         for got in drawn:
@@ -265,7 +265,7 @@ def test_checkpoint_repeats_its_draws() -> None:
 
 @on_gloo_ranks
 def test_captured_draw_reads_no_generator_and_sends_nothing() -> None:
-    """As on a mesh of GPUs while a CUDA graph is captured, where asking for the state is an error."""
+    """While a CUDA graph is captured, reading the state of a generator is an error."""
     x = _replicas([R, R])
     info = x._spec.info
     with pytest.MonkeyPatch.context() as patch, comm.count_collectives() as sent:
@@ -288,7 +288,7 @@ def _drawn_by(seed: int, *shape: int) -> Any:
 
 
 def _local_tensors_of_all_ranks(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
-    """What each rank of a 1-D mesh holds."""
+    """Returns the local tensor of each rank of a 1-D mesh."""
     gathered = DTensor.from_local(local.contiguous(), mesh, [S0]).full_tensor()
     return list(gathered.chunk(mesh.size()))
 
@@ -354,7 +354,7 @@ def test_tensor_parallel_rng_is_off_until_enabled() -> None:
 
 @on_worlds
 def test_regions_of_plain_tensors_draw_differently_on_every_rank() -> None:
-    """Dropout between two layers: another mask on every rank inside a region, and the same after."""
+    """After a region, the ranks draw the same numbers again."""
     mesh = mesh_of((4,), ("tp",))
     with _different_draws(mesh) as rng:
         torch.manual_seed(3)
@@ -380,7 +380,7 @@ def test_regions_of_plain_tensors_draw_differently_on_every_rank() -> None:
 
 @on_worlds
 def test_each_shard_of_a_2d_mesh_is_drawn_once() -> None:
-    """Every part of a tensor on a 2x2 mesh is drawn once, whatever the sharding, uneven and empty parts too."""
+    """For any placements, also with uneven and empty shards."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
     with _different_draws(mesh):
         drawn = []

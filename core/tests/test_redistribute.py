@@ -1,4 +1,4 @@
-"""Moving between placements: the plan (pure, on a fake group) and the data (on real ranks)."""
+"""Redistribution: planned routes on a fake group, and the moved data on ranks."""
 
 import functools
 import itertools
@@ -110,8 +110,7 @@ def test_bitwise_partials_are_reduced() -> None:
 
 @on_worlds
 def test_extrema_keep_nan() -> None:
-    """Transports compare with < and lose a NaN that is not on the first rank. Column 0 has a NaN on one rank, column
-    1 infinities, column 2 plain values."""
+    """Transports lose a NaN unless it is on the first rank. The columns have a NaN, infinities, plain values."""
     mesh, inf, nan = mesh_of((WORLD_SIZE,)), float("inf"), float("nan")
     full = torch.tensor([[1.0, inf, 4.0], [nan, 2.0, 3.0], [0.0, -inf, 2.0], [5.0, 1.0, 9.0]])[:WORLD_SIZE]
     mine = full[dist.get_rank()]
@@ -142,13 +141,12 @@ MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 1, 2), (2, 2, 2), (3, 
 
 
 def _on_mesh(worlds: ThreadWorlds, fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> None:
-    """`fn` on every simulated rank of a world as large as the mesh."""
+    """Runs `fn` on simulated ranks, as many as the mesh has."""
     worlds(fn, mesh_shape, *args, world_size=math.prod(mesh_shape))
 
 
 def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
-    """This rank's term of `full`: for every Partial another one by mesh coordinate, of which the reduction
-    over the ranks gives `full`; over one of several mesh dims, the terms by the others (not of products)."""
+    """Returns this rank's term of `full`. Terms differ by mesh coordinate, and their reduction is `full`."""
     term, summed = full.clone(), 1
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Partial):
@@ -168,7 +166,7 @@ def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torc
 
 
 def _held(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
-    """What this rank holds of `full` so placed, cut by the shards' own arithmetic, outermost first."""
+    """Returns this rank's local tensor of `full` under these placements, outermost mesh dim first."""
     part = _terms(full, mesh, placements)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -223,7 +221,7 @@ def test_any_move(ranks: ThreadWorlds, case: Any, shuffled: bool) -> None:
 
 
 def _in_gradient(mesh_shape: tuple[int, ...], full: torch.Tensor, src: Placements, dst: Placements) -> None:
-    """The gradient and the second gradient of sum(move(x)^3 * full), which are those without a move."""
+    """Compares the first and second gradient of sum(move(x)^3 * full) with those without the move."""
     mesh = init_device_mesh(DEVICE_TYPE, mesh_shape)
     tensor = DTensor.from_local(
         _held(full, mesh, src), mesh, src, shape=full.shape, stride=contiguous_stride(full.shape)

@@ -1,4 +1,4 @@
-"""Every rank's compiler keeps the same collectives in the same order, whatever its own shards are."""
+"""The compilers of all ranks keep the same collectives in the same order, although the shards differ."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -47,13 +47,13 @@ WITHOUT_COLUMNS: Layouts = [((3, 3), (Shard(0), Shard(0)))]
 
 
 def _collectives(graph: fx.Graph) -> list[str]:
-    """Their names; whether a compiler lets one reuse its input's memory is each rank's own affair."""
+    """Returns the names of collectives. Ranks may differ in whether one reuses the memory of its input."""
     names = [str(node.target) for node in graph.nodes]
     return [n.replace("_.", ".") for n in names if "_c10d_functional" in n and "wait_tensor" not in n]
 
 
 def _unexecuted(calls: Calls, graph: fx.GraphModule, half: str) -> Any:
-    """Notes the collectives of a compiled half. What stands for it gives zeros, so that nothing is sent."""
+    """Records the collectives of a compiled half; returns a function that gives zeros, so nothing is sent."""
     calls.append((half, *_collectives(graph.graph)))
     (output,) = graph.graph.find_nodes(op="output")
 
@@ -79,7 +79,7 @@ def _aot_eager(calls: Calls) -> Any:
 
 
 def _inductor(calls: Calls) -> Any:
-    """As far as its passes over graphs go."""
+    """Runs inductor's passes over graphs, without generating code."""
     # These warn of what torch itself does, where tests fail by warnings.
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
@@ -130,9 +130,9 @@ def _slow(*row: Any, id: str) -> Any:
 def test_ranks_keep_the_same_collectives(
     programs: Programs, layouts: Layouts, backend: Callable[[Calls], Any], budget: float
 ) -> None:
-    """budget: of memory for what is kept for backward; below 1, more is computed again.
+    """`budget`: of activation memory; below 1, more is recomputed.
 
-    Rank 0 holds the most and rank 3 the least; the others hold as much as one of these, or between.
+    Rank 0 holds the most and rank 3 the least; the other ranks lie between them.
     """
     config: Any = torch._functorch.config
     with config.patch(activation_memory_budget=budget, enable_autograd_cache=False):

@@ -1,4 +1,4 @@
-"""Embedding tables whose shards a LocalShardsWrapper holds: made, read, moved, copied, saved and loaded."""
+"""Embedding tables whose local shards a LocalShardsWrapper holds: creation, redistribution, copies, checkpoints."""
 
 import copy
 import io
@@ -210,7 +210,7 @@ def _all_equal(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 def _parts(local: torch.Tensor) -> list[int]:
-    """Where the memory of the shards is, of every simulated rank."""
+    """Returns the addresses of the shards of every simulated rank."""
     held: Any = getattr(local, "_local_tensors", {0: local}).values()
     return [shard.data_ptr() for part in held for shard in part.shards]
 
@@ -268,7 +268,7 @@ def test_on_two_mesh_dims() -> None:
 
 
 def _misplaced(use: str, folder: str) -> None:
-    """One rank's offset is the width of the table, where the column belongs; or it has no shards."""
+    """Wraps shards of which one has a wrong offset, or one rank has none; then uses the tensor."""
     rank = dist.get_rank()
     held: torch.Tensor = _wrapper([(2 * rank, 2, 0, WIDTH)])
     if rank == 2 or use == "save":
@@ -320,7 +320,7 @@ def test_shards_that_contradict_the_placements_are_refused(use: str, tmp_path: P
 
 @on_ranks
 def test_checkpoints_load_under_another_layout(tmp_path: Path) -> None:
-    """Saves each layout, loads it into every other, and into and out of tensors without shards."""
+    """Loads each saved layout into every other, and into and from tensors without shards."""
     for saved in (*LAYOUTS, "plain"):
         path = tmp_path / saved
         dcp.save({"t": _target(saved, _table()), "step": 3}, checkpoint_id=path)
@@ -345,7 +345,7 @@ def _target(layout: str, values: torch.Tensor) -> DTensor:
 
 @on_ranks
 def test_scattered_column_shards_are_saved_at_their_offsets(tmp_path: Path) -> None:
-    """Column shards anywhere: no placement says where, the checkpoint does."""
+    """No placement describes these column shards, but the checkpoint has their offsets."""
     rank = dist.get_rank()
     held = _wrapper([(0, ROWS, 2 * rank, 2), (0, ROWS, 8 + 2 * rank, 2)])
     table = DTensor.from_local(held, mesh_of((4,)), [S1], shape=(ROWS, WIDTH), stride=(WIDTH, 1))

@@ -83,7 +83,7 @@ def _plain(state: Any) -> Any:
 
 
 def _same(got: Any, expected: Any, message: object = "") -> None:
-    """Equal leaf by leaf, as whole tensors."""
+    """Asserts that two states are equal leaf by leaf, as full tensors."""
     one, other = (torch.utils._pytree.tree_flatten(_plain(dict(state)))[0] for state in (got, expected))
     assert len(one) == len(other), message
     for a, b in zip(one, other, strict=True):

@@ -124,7 +124,7 @@ def test_attach_orders_gradients_of_several_streams(group: dist.ProcessGroup, ca
 
 
 def test_streams_outside_a_capture_are_not_waited_for_in_it(group: dist.ProcessGroup) -> None:
-    """torch.cuda.graph has waited for them; an event of theirs cannot be waited for in the capture."""
+    """torch.cuda.graph has waited for them, and a capture cannot wait for their events."""
     with recorded_streams() as streams:
         bucketer = ReduceScatterBucketer(1, check_ranks="never", hold_inputs=True)
         bucketer.reduce_scatter_async(torch.ones(16), group, lambda result: result.add_(1))
@@ -198,7 +198,7 @@ def test_comm_tensor_is_waited_for_on_each_stream(group: dist.ProcessGroup, comp
 
 
 def test_works_that_never_report_completion_are_waited_for(group: dist.ProcessGroup) -> None:
-    """As those of gloo's reduce-scatters."""
+    """The reduce-scatters of gloo never do."""
     with recorded_streams() as streams:
         x = CommTensor(torch.ones(4))
         dist.all_reduce(x, async_op=True)

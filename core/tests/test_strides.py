@@ -1,4 +1,4 @@
-"""Strides: a DTensor says those that plain torch gives, and its local tensor has them."""
+"""Strides of DTensors equal those of plain torch; local tensors with strides that differ between ranks."""
 
 import copy
 import itertools
@@ -49,7 +49,7 @@ def _encoder(x: torch.Tensor) -> torch.Tensor:
 
 
 def _like(x: Any, tensor: torch.Tensor) -> Any:
-    """`tensor` as `x` is: plain, or replicated on its mesh."""
+    """Returns `tensor` plain or replicated, like `x`."""
     return distribute_tensor(tensor, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else tensor
 
 
@@ -62,7 +62,7 @@ def _last(x: Any) -> Any:
 
 
 def _grad(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradients of a function of tensors."""
+    """Returns a function that computes the gradients of `fn`."""
 
     def run(*tensors: Any) -> Any:
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -160,7 +160,7 @@ STRIDES_ONLY = ("preserved likes", "random likes")
 
 
 def _layout(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a program can see of the strides: those of dims with more than one element, and what depends on them."""
+    """Returns the visible effects of strides: those of dims with several elements, contiguity, and view()."""
     formats = {2: (), 4: (LAST,), 5: (torch.channels_last_3d,)}.get(tensor.ndim, ())
     layout: dict[str, Any] = {
         "shape": tuple(tensor.shape),
@@ -196,7 +196,7 @@ def _placements(shapes: Shapes, mesh_ndim: int) -> list[list[Placement]]:
 
 
 def _sweep(mesh_shape: tuple[int, ...], placements: list[list[Placement]] | None = None) -> list[str]:
-    """On a rank: how the results of the programs differ from those of plain torch."""
+    """Returns how the results of the programs differ from plain torch on this rank."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[: len(mesh_shape)])
     differences: list[str] = []
     for shapes, name in [(shapes, name) for shapes, programs in PROGRAMS.items() for name in programs]:
@@ -235,7 +235,7 @@ def test_strides_of_all_placements_on_gloo(gloo_ranks: Worlds, shape: tuple[int,
 
 @on_ranks
 def test_gradients_of_a_transposed_convolution() -> None:
-    """The batch is smaller than the world: the CPU refuses what the rank that holds it would give the kernel."""
+    """The batch is smaller than the world, so some ranks have no input for the CPU kernel."""
     plain = [torch.linspace(-1, 2, n * m).view(n, m, 1).permute(2, 1, 0) for n, m in ((4, 1), (3, 2))]
     mesh = init_device_mesh("cpu", (4,))
     placed = [distribute_tensor(t, mesh, [Shard(2)], src_data_rank=None) for t in plain]
@@ -257,20 +257,20 @@ R, P = Replicate(), Partial()
 
 
 def _dense(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """`values`, which lie in memory with their dims in this order, outermost first."""
+    """Returns `values` with their dims in this order in memory, outermost first."""
     back = [order.index(d) for d in range(len(order))]
     return values.permute(order).contiguous().permute(back)
 
 
 def _gapped(values: torch.Tensor) -> torch.Tensor:
-    """`values`, with other elements between theirs."""
+    """Returns `values` with other elements between them in memory."""
     wide = torch.full((*values.shape[:-1], 2 * values.shape[-1] + 1), 99, dtype=values.dtype)
     wide[..., 1::2] = values
     return wide[..., 1::2]
 
 
 def _layouts(values: torch.Tensor) -> list[torch.Tensor]:
-    """`values`, as they may lie on ranks."""
+    """Returns `values` in four memory layouts."""
     orders = list(itertools.permutations(range(values.ndim)))
     dense = [_dense(values, order) for order in (orders[-1], orders[0], orders[len(orders) // 2])]
     return [
@@ -287,7 +287,7 @@ def _values(shape: tuple[int, ...], start: float = 0.0) -> torch.Tensor:
 
 
 def _mine(values: torch.Tensor) -> torch.Tensor:
-    """`values`, as they lie on this rank."""
+    """Returns `values` in the memory layout of this rank."""
     return _layouts(values)[dist.get_rank() % 4]
 
 
@@ -315,8 +315,7 @@ def test_distribute_tensor() -> None:
 
 
 def _moves(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[Any, DTensor, torch.Tensor]]:
-    """(placements, a tensor of local ones that lie otherwise on each rank, its values). Of uneven ones the strides are
-    given, and are not those of all local tensors."""
+    """Yields (placements, a tensor whose local layouts differ between ranks, its values)."""
     mesh = mesh_of(sizes)
     if mesh.get_coordinate() is None:
         return
@@ -380,7 +379,7 @@ def test_from_local(sizes: tuple[int, ...]) -> None:
 
 @on_ranks
 def test_expanded_and_lazily_negated_local_tensors() -> None:
-    """Memory that says less, or other, than the values."""
+    """Memory that holds fewer values than the tensor, or negated ones."""
     mesh, first = mesh_of((4,)), dist.get_rank() == 0
     row = torch.tensor([[1.0, 2.0]])
     for placed, whole in ((R, row.expand(3, 2)), (Shard(0), row.expand(12, 2)), (P, 4 * row.expand(3, 2))):
@@ -403,7 +402,7 @@ def test_expanded_and_lazily_negated_local_tensors() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @on_ranks
 def test_strides_are_kept(shape: tuple[int, ...]) -> None:
-    """As torch says them: of the values in the layout that every rank gives, dense."""
+    """Strides are those that torch gives a dense tensor of the layout that all ranks have."""
     mesh = mesh_of((2,))
     if mesh.get_coordinate() is None:
         return

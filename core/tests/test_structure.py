@@ -1,4 +1,4 @@
-"""House rules that no linter knows."""
+"""Rules of the code that no linter checks, and the public names and parameters, compared with those of torch."""
 
 import ast
 import inspect
@@ -40,7 +40,7 @@ EXEMPT = {"torch_compat.py", "simulate/group.py"}
 
 
 def _calls_of_c10d(tree: ast.AST) -> list[str]:
-    """What of torch.distributed's the file names: attributes of any owner, and imports."""
+    """Returns the collectives of torch.distributed that a file uses: attributes of any object, and imports."""
     calls = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
@@ -66,7 +66,7 @@ FACTORIES = {
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_factories_are_given_a_device(name: str) -> None:
-    """Else it would be a CPU's beside those of a GPU, and a GPU's after torch.set_default_device."""
+    """Otherwise a tensor would be on the CPU, or on the device of torch.set_default_device."""
     calls = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Call)]
     factories = [
         node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
@@ -101,8 +101,7 @@ def _names() -> list[tuple[str, str]]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
-    """(name, kind, default) of every parameter, without `self` and without the annotations; those that are given by
-    name alone in the order of their names."""
+    """Returns (name, kind, default) of every parameter except `self`; keyword-only ones sorted by name."""
     listed = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     listed.sort(key=lambda p: p.name if p.kind is p.KEYWORD_ONLY else "")
     return [(p.name, p.kind, p.default) for p in listed]

@@ -1,4 +1,4 @@
-"""Making and leaving DTensors, autograd at the borders, and every mistake a user can make there."""
+"""Creation of DTensors, autograd of conversions, mistakes of users, use like plain tensors, factories."""
 
 import copy
 import io
@@ -69,7 +69,7 @@ def test_from_local_shares_memory_and_distribute_tensor_does_not() -> None:
 
 
 def _borders() -> dict[str, Any]:
-    """The gradient of each local tensor of f = sum(w * full), which plain torch gives as w's part."""
+    """Returns the gradient of each local tensor of sum(w * full), which is w's shard in plain torch."""
     mesh, out = mesh_of((4,)), {}
     w = torch.arange(8.0)
     for name, placement in {"shard": S0, "replicate": R, "sum": P, "avg": Partial("avg")}.items():
@@ -165,7 +165,7 @@ def test_placements_of_torch_are_understood() -> None:
 @pytest.mark.parametrize("placement", (S0, S1, R, P))
 @on_ranks
 def test_meta_tensors_send_nothing(placement: Any) -> None:
-    """On a rank whose shard is empty, too."""
+    """Also on a rank whose shard is empty."""
     tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
     with count_collectives() as count:
         result = (
@@ -185,7 +185,7 @@ def test_meta_tensors_send_nothing(placement: Any) -> None:
 
 
 class Mistakes:
-    """Calls with `t` of ones, on the meshes of 4 and of 2x2 ranks."""
+    """Makes calls with a tensor of ones, on meshes of 4 and of 2x2 ranks."""
 
     def __init__(self) -> None:
         self.t, self.m, self.square = torch.ones(2, 2), mesh_of((4,)), mesh_of((2, 2))
@@ -315,7 +315,7 @@ class _Two(torch.autograd.Function):
 
 @on_ranks
 def test_unused_outputs_of_autograd_functions() -> None:
-    """Autograd gives plain zeros for the others."""
+    """Autograd passes plain zeros for their gradients."""
     mesh, full = mesh_of((4,)), torch.arange(15.0).view(5, 3)
     for placed in (S(0), R, P):
         for used in (0, 1):
@@ -360,7 +360,7 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
 
 @on_ranks
 def test_copied_view_of_an_expanded_tensor_is_read_only() -> None:
-    """It is read as it should be; which of its elements a write would leave in the base is not known."""
+    """It is unknown which elements of the base a write should change."""
     x = place(torch.arange(2.0), S(0))
     seen = x.expand(2, 2).diagonal()
     with pytest.raises(PlacementError, match="the write would be lost"):

@@ -387,8 +387,7 @@ def test_threads_end_with_their_world() -> None:
 
 
 def test_threads_end_one_at_a_time() -> None:
-    """What torch keeps of a compilation per thread may be freed by one thread at a time: freeing it takes a lock, and
-    runs Python with it."""
+    """Freeing torch's per-thread compiler state takes a lock and runs Python, so threads must take turns."""
     kept, events = threading.local(), list[tuple[str, int]]()
 
     class OfThread:
@@ -408,7 +407,7 @@ def test_threads_end_one_at_a_time() -> None:
 
 @pytest.fixture
 def cuda_generator(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
-    """The default generator of a CUDA device that is not there."""
+    """The default generator of a simulated CUDA device."""
     generator = torch.Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -442,7 +441,7 @@ def test_backend_of_simulated_ranks_includes_cuda(world: ThreadWorld) -> None:
 
 
 def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Generator) -> None:
-    """Seeding each rank seeds its CUDA generator, whose state it can ask and set."""
+    """Seeding seeds each rank's CUDA generator, whose state can be read and set."""
 
     def states() -> list[list[int]]:
         return held(rank_map(lambda rank: cuda_generator.get_state()))
@@ -459,7 +458,7 @@ def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Genera
 
 
 def test_backward_stays_on_the_thread_of_a_rank(world: ThreadWorld) -> None:
-    """For a GPU autograd has a thread of its own, which is no rank's, unless it is told to use the caller's."""
+    """By default, autograd runs GPU work on its own thread, which belongs to no rank."""
 
     def body() -> bool:
         return torch._C._is_multithreading_enabled()
@@ -480,7 +479,7 @@ R = TypeVar("R")
 
 
 def elsewhere(fn: Callable[[], R]) -> R:
-    """`fn` on a thread of its own."""
+    """Runs `fn` on a new thread."""
     results: list[R] = []
     thread = threading.Thread(target=lambda: results.append(fn()))
     thread.start()
@@ -489,7 +488,7 @@ def elsewhere(fn: Callable[[], R]) -> R:
 
 
 def test_threads_without_a_rank_share_the_state_of_the_process() -> None:
-    """As autograd's threads do, on which a backward pass sends its gradients."""
+    """Autograd's threads, for example, issue the collectives of a backward pass."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Programs where PyTorch's other machinery meets DTensors, each compared with itself on plain tensors."""
+"""Programs that combine DTensors with other parts of PyTorch, compared with the same programs on plain tensors."""
 
 import copy
 import itertools
@@ -38,7 +38,7 @@ pytestmark = [
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    """The same numbers on every rank."""
+    """Returns random numbers, the same on every rank."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + 17))
 
 
@@ -77,7 +77,7 @@ REFUSED = ("nn.Transformer", "nn.TransformerEncoder")
 
 
 def _assert_same(name: str, program: Program) -> None:
-    """Every leaf of the result; what plain tensors refuse is refused with the same class of error."""
+    """Compares every leaf of the result; an error on plain tensors must have the same class on DTensors."""
     try:
         want = tree_flatten(program(Side(distributed=False)))[0]
     except Exception as error:
@@ -96,7 +96,7 @@ def _assert_same(name: str, program: Program) -> None:
 
 
 def _module(w: Side, info: Any) -> Any:
-    """Results and gradients of four of the database's inputs, the batch sharded and then the parameters."""
+    """Returns results and gradients of four inputs of the database, with a sharded batch, then sharded parameters."""
     torch.manual_seed(1)
     inputs = list(info.module_inputs_func(info, "cpu", torch.float32, True, True))
     drawn = random.Random(0).sample(inputs, min(len(inputs), 4))  # options alternate: no fixed step
@@ -138,7 +138,7 @@ FORMLESS = {"LBFGS": S0, "Muon": R}
 
 
 def _optimizer(w: Side, info: Any, form: dict[str, bool]) -> Any:
-    """Steps with each of the database's options, of a network beside plain and other parameters."""
+    """Runs steps with each of the database's options, with distributed and plain parameters."""
     make, results = info.optim_cls, []
     for options in (given.kwargs for given in info.optim_inputs_func("cpu")):
         if form.get("foreach") and isinstance(options.get("lr"), torch.Tensor):
@@ -182,7 +182,7 @@ def test_optimizers_of_torchs_database(info: Any, form: str) -> None:
 
 
 def _scaled(w: Side) -> Any:
-    """A step, one that is skipped because a gradient is infinite, and another."""
+    """Takes a step, one that is skipped because a gradient is infinite, and another."""
     net = w.net()
     optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
     for factor in (1.0, float("inf"), 1.0):
@@ -240,7 +240,7 @@ class _Written(torch.autograd.Function):
 
 
 def _through(fn: Callable[[Any], Any], power: int = 2) -> Program:
-    """Forward through the function of a leaf, and backward."""
+    """Returns a program that runs forward and backward through the function."""
 
     def run(w: Side) -> Any:
         x = w.leaf()
@@ -252,7 +252,7 @@ def _through(fn: Callable[[Any], Any], power: int = 2) -> Program:
 
 
 def _hooked(w: Side) -> Any:
-    """Hooks of tensors, nodes and modules, some of which replace what they see."""
+    """Hooks of tensors, nodes and modules, some of which replace values."""
     x, seen = w.leaf(), []
     y = x.sin()
     y.retain_grad()
@@ -380,7 +380,7 @@ STEP_FORMS: dict[str, dict[str, Any]] = {
 
 
 def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Plain parameters with gradients, and the same: of one mesh, of another, and plain ones."""
+    """Returns plain parameters with gradients, and the same on two meshes and plain."""
     generator = torch.Generator().manual_seed(3)
     plain, mixed = [], []
     layouts: list[tuple[tuple[int, ...], list[Placement]] | None]
@@ -424,7 +424,7 @@ def test_optimizers_of_plain_and_distributed_parameters(optimizer: str, form: st
 
 @on_worlds
 def test_clipping_without_foreach_beside_plain_parameters() -> None:
-    """Of one mesh, which clipping without foreach asks for."""
+    """On one mesh, which clipping without foreach requires."""
     these, those = ([parameters[i] for i in (0, 1, 3, 4)] for parameters in _mixed())
     expected, got = (nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those))
     torch.testing.assert_close(full(got), expected)
@@ -467,7 +467,7 @@ def test_optimizer_loads_a_state_of_plain_tensors() -> None:
 @pytest.mark.parametrize(("sizes", "placed"), (((4,), [S0]), ((2, 2), [S0, R]), ((2, 2), [R, S0])))
 @on_ranks
 def test_gradients_are_unscaled(sizes: Any, placed: Any) -> None:
-    """Of DTensors of two meshes and plain tensors, by plain numbers and by ones that one rank of a mesh dim holds."""
+    """DTensors of two meshes and plain tensors, by plain or distributed scale factors."""
 
     def spread(t: torch.Tensor) -> torch.Tensor:
         return place(t, *placed, mesh=sizes)

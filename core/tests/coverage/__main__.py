@@ -33,10 +33,9 @@ OpJob = tuple[str, str, list[str]]  # a library, an op and its modes
 def judge_all(
     jobs: Sequence[OpJob], workers: int, timeout_s: float = OP_TIMEOUT_S
 ) -> Iterator[tuple[tuple[str, str, str], OpOutcome]]:
-    """The outcomes in the order in which they come, each op in a process forked for it.
+    """Yields outcomes as they finish. Each op runs in a forked process.
 
-    A mode in which the process dies, or gives no answer in time, is an "error"; the modes after it get
-    another process.
+    A mode in which the process dies, or does not answer in time, is an "error"; a new process runs the remaining modes.
     """
     context, waiting = multiprocessing.get_context("fork"), list(jobs[::-1])
     running: dict[Connection, tuple[OpJob, Any, float]] = {}
@@ -82,7 +81,7 @@ def _serve(connection: Connection, job: OpJob) -> None:
 
 
 def table_of(outcomes: Outcomes) -> dict[str, Any]:
-    """The core's verdicts as they are committed: op -> mode -> verdict."""
+    """Returns the core's verdicts in the form of the committed table: op -> mode -> verdict."""
     verdicts: dict[str, dict[str, str]] = {}
     for (impl, op, mode), outcome in sorted(outcomes.items(), key=lambda item: MODES.index(item[0][2])):
         if impl == "core":
@@ -91,15 +90,15 @@ def table_of(outcomes: Outcomes) -> dict[str, Any]:
 
 
 def text_of(table: Mapping[str, Any]) -> str:
-    """JSON with a line per op, which makes changes easy to read."""
+    """Returns JSON with one line per op, so that diffs are easy to read."""
     ops = ",\n".join(f"  {json.dumps(op)}: {json.dumps(modes)}" for op, modes in table["verdicts"].items())
     return f'{{"torch": {json.dumps(table["torch"])}, "verdicts": {{\n{ops}\n}}}}\n'
 
 
 def became_worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line per op and mode that became worse.
+    """Returns one line per op and mode that became worse.
 
-    An op that passed must pass; one that did not must not have become wrong, nor a hang, nor be left out.
+    An op that passed must pass. Any other op must not become wrong, hang, or be missing.
     """
     if was["torch"] != now["torch"]:
         sys.exit(
@@ -115,7 +114,7 @@ def became_worse(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def sums(outcomes: Outcomes) -> list[list[str]]:
-    """A row per mode and library: ops per verdict, ops that the core ran (also) on replicated inputs, cases."""
+    """Returns one row per mode and library: number of ops per verdict, ops that used a fallback, cases."""
     words = [*VERDICTS, "n/a"]
     rows = [["mode", "library", *words, "by fallback", "cases"]]
     for mode, impl in itertools.product(MODES, LIBRARIES):
@@ -128,7 +127,7 @@ def sums(outcomes: Outcomes) -> list[list[str]]:
 
 
 def page_of(outcomes: Outcomes) -> str:
-    """Sums, and the ops whose verdicts on the core and on torch's DTensor differ, those of the same modes in a row."""
+    """Returns a page with the sums and the ops whose verdicts differ between the core and torch, grouped by modes."""
     differing: dict[str, list[str]] = {}
     for op in sorted({op for _, op, _ in outcomes}):
         by_pair: dict[str, list[str]] = {}

@@ -63,8 +63,13 @@ _MOST_RTOL, _MOST_ATOL = 1e-3, 1e-4
 
 @dataclass
 class OpOutcome:
-    """Of an op in a mode: its cases per verdict, why the first of the worst is no pass, and calls that the core ran on
-    replicated inputs."""
+    """The outcome of an op in a mode.
+
+    Attributes:
+        cases: number of cases per verdict.
+        reasons: verdict -> the reason of its first case.
+        fallbacks: number of calls that the core ran on replicated inputs.
+    """
 
     cases: Counter[str] = field(default_factory=Counter)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -80,7 +85,7 @@ class OpOutcome:
 
 
 def judge_op(world: ThreadWorld, impl: str, name: str, mode: str) -> OpOutcome:
-    """The cases of an op in a mode."""
+    """Runs all cases of an op in a mode."""
     outcome = OpOutcome()
     if not has_mode(name, mode) or name.startswith(_NEED_A_GPU):
         return outcome
@@ -103,10 +108,14 @@ def judge_op(world: ThreadWorld, impl: str, name: str, mode: str) -> OpOutcome:
 
 @dataclass(frozen=True)
 class OpReference:
-    """What the plain op gives. processed: what of it is determined. outs: for out=, empty tensors like the results.
+    """The results of the plain op.
 
-    grads: per input, or None where the op has none to compare. nudged, nudged_grads: processed and grads for inputs
-    that differ in their last bits.
+    Attributes:
+        processed: the parts of the results that are determined.
+        grads: per input; None if the op has no gradients to compare.
+        nudged: `processed` for inputs that differ in their last bits.
+        nudged_grads: `grads` for inputs that differ in their last bits.
+        outs: empty tensors like the results, for out=.
     """
 
     raw: list[Any]
@@ -119,7 +128,7 @@ class OpReference:
 
 
 def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: Sequence[Any]) -> Any:
-    """The op on these tensors in the place of the sample's, which require grad as those do unless written to."""
+    """Calls the op with these tensors instead of the sample's. They require grad like those, unless written to."""
     leaves = list(sample.leaves)
     for index, tensor, grad in zip(sample.tensors, tensors, sample.requires_grad, strict=True):
         leaves[index] = tensor if mode in ("inplace", "out") else tensor.requires_grad_(grad)
@@ -132,13 +141,13 @@ def _call(name: str, mode: str, sample: OpSample, tensors: Sequence[Any], outs: 
 
 
 def _plain(name: str, mode: str, sample: OpSample, outs: Sequence[Any], copy: Any) -> tuple[Any, list[Any]]:
-    """(results, inputs) of the plain op on copies of the sample's tensors."""
+    """Runs the plain op on copies of the sample's tensors; returns (results, inputs)."""
     tensors = [copy(value) for value in sample.values]
     return _call(name, mode, sample, tensors, [out.clone() for out in outs]), tensors
 
 
 def _nudge(value: torch.Tensor) -> torch.Tensor:
-    """The values changed in their last bits, some up and some down."""
+    """Returns the values with their last bits changed, some up and some down."""
     if not value.is_floating_point():
         return value.clone()
     up = torch.rand(value.shape, generator=torch.Generator().manual_seed(SEED)) > 0.5
@@ -146,7 +155,7 @@ def _nudge(value: torch.Tensor) -> torch.Tensor:
 
 
 def _reference(name: str, mode: str, sample: OpSample) -> OpReference | None:
-    """What the plain op gives, or None where it raises or nothing can be compared."""
+    """Runs the plain op. Returns None if it raises or nothing can be compared."""
     outs: list[torch.Tensor] = []
     copy = stepped if mode == "from_local" else torch.clone
     try:
@@ -184,7 +193,7 @@ def _reference(name: str, mode: str, sample: OpSample) -> OpReference | None:
 
 @contextlib.contextmanager
 def _other_seeds() -> Iterator[None]:
-    """Inside, `torch.manual_seed` sets another seed: some ops of the database set one themselves."""
+    """Lets `torch.manual_seed` set a different seed, because some ops of the database seed by themselves."""
     original = torch.manual_seed
     torch.manual_seed = lambda seed: original(seed + 1)
     try:
@@ -194,7 +203,7 @@ def _other_seeds() -> Iterator[None]:
 
 
 def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | None:
-    """Per input that requires grad, the gradient for fixed random cotangents; None without any."""
+    """Returns the gradient of each input that requires grad, for fixed random cotangents; None if there is none."""
     tensors = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     wanted = [i for i in inputs if i.requires_grad]
     if not tensors or not wanted:
@@ -211,7 +220,7 @@ def _gradients(results: Sequence[Any], inputs: Sequence[Any]) -> list[Any] | Non
 
 
 def difference(got: Any, wanted: Any, nudged: Any = None, values: bool = True) -> str:
-    """What is different about a result, or "". NaN equals NaN. `nudged`: the result for nudged inputs; see _NUDGE."""
+    """Returns how a result differs, or "". NaN equals NaN. `nudged`: the result for nudged inputs; see _NUDGE."""
     if isinstance(got, torch.Tensor) != isinstance(wanted, torch.Tensor):
         return f"got a {type(got).__name__}, expected a {type(wanted).__name__}"
     if not isinstance(wanted, torch.Tensor):
@@ -245,7 +254,7 @@ def difference(got: Any, wanted: Any, nudged: Any = None, values: bool = True) -
 def _first(
     what: str, got: Sequence[Any], wanted: Sequence[Any], nudged: Sequence[Any] = (), **how: Any
 ) -> str:
-    """The first difference."""
+    """Returns the first difference."""
     for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
         if problem := difference(one, other, next(iter(nudged[index : index + 1]), None), **how):
             return f"{what} {index}: {problem}"
@@ -266,7 +275,7 @@ def _mesh(mode: str) -> DeviceMesh:
 
 
 def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, place: Sequence[str], mode: str) -> Any:
-    """A rank's DTensor of `full`, whose storage no other rank sees."""
+    """Returns this rank's DTensor of `full`, whose storage no other rank shares."""
     kinds = {"S": library.Shard, "P": library.Partial}
     arguments = [one[2:-1] for one in place]
     placements = [
@@ -287,7 +296,7 @@ def _distribute(library: Any, full: torch.Tensor, mesh: DeviceMesh, place: Seque
 
 
 def _part(full: torch.Tensor, op: str, rank: int) -> torch.Tensor:
-    """This rank's part of a Partial tensor. The parts differ, and reduced in order give `full` exactly."""
+    """Returns this rank's part of a Partial tensor. The parts differ; their reduction in order is exactly `full`."""
     if op == "max":
         return full if rank == 1 else full - 1.0 - rank
     # The high bits, the low bits, and twice what cancels. What has no double does not: rank 0 has it.
@@ -301,7 +310,7 @@ def _part(full: torch.Tensor, op: str, rank: int) -> torch.Tensor:
 def _on_rank(
     impl: str, name: str, mode: str, sample: OpSample, placed: Places, wanted: OpReference
 ) -> tuple[str, str]:
-    """("", "") or (what is wrong: "wrong" or "random differs", the reason), as this rank sees it."""
+    """Returns ("", ""), or (verdict "wrong" or "random differs", reason) on this rank."""
     library, mesh = LIBRARIES[impl], _mesh(mode)
 
     def full(tensors: Sequence[Any]) -> list[Any]:
@@ -334,7 +343,7 @@ def _on_rank(
 
 
 def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
-    """(verdict, reason). case: what `_on_rank` takes."""
+    """Returns (verdict, reason). `case`: the arguments of `_on_rank`."""
     outcomes = world.outcomes(_on_rank, impl, *case)
     if (apart := diverged(outcomes)) is not None:
         # What the libraries keep per rank and mesh may have gone apart too: start afresh.

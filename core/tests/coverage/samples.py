@@ -38,9 +38,12 @@ _SAMPLES_LOOKED_AT = 120
 
 @dataclasses.dataclass(frozen=True)
 class OpSample:
-    """One call of an op. `leaves` of the pytree (input, args, kwargs); `tensors`: their indices.
+    """One call of an op.
 
-    process: keeps what is determined of the output (singular vectors up to their sign, ...).
+    Attributes:
+        leaves: of the pytree (input, args, kwargs).
+        tensors: indices of the tensors among the leaves.
+        process: keeps the determined parts of the output, e.g. singular vectors up to their sign.
     """
 
     leaves: tuple[Any, ...]
@@ -56,7 +59,7 @@ class OpSample:
 
 @functools.cache
 def database() -> dict[str, Any]:
-    """torch's OpInfo of every op of its database with float32 on the CPU, by the op's full name."""
+    """Returns torch's OpInfo of every op that supports float32 on the CPU, by the full name of the op."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     ops = [op for op in op_db if torch.float32 in op.supported_dtypes("cpu")]
@@ -64,14 +67,14 @@ def database() -> dict[str, Any]:
 
 
 def has_mode(name: str, mode: str) -> bool:
-    """Whether the op has an in-place variant, or an out= argument, where the mode needs it."""
+    """Returns whether the op has the in-place variant or the out= argument that the mode needs."""
     if mode == "inplace":
         return database()[name].inplace_variant is not None
     return mode != "out" or bool(database()[name].supports_out)
 
 
 def samples_of(name: str, mode: str) -> list[OpSample]:
-    """Some of the op's samples, spread over what its generator yields; the same every time."""
+    """Returns some samples of the op, spread over those of its generator. They are the same in every run."""
     usable = []
     for sample in _drawn(name, _UNEVEN_SIZES if mode == "uneven" else _EVEN_SIZES):
         one = _sample(sample, _LAID_OUT.get(mode, lambda full: full))
@@ -84,7 +87,7 @@ def samples_of(name: str, mode: str) -> list[OpSample]:
 
 @functools.lru_cache(maxsize=2)
 def _drawn(name: str, sizes: tuple[int, int, int, int]) -> list[Any]:
-    """The first of what the op's generator yields."""
+    """Returns the first samples of the op's generator."""
     op = database()[name]
     _set_sizes(_OWN_SIZES if name in _NEED_OWN_SIZES else sizes)
     torch.manual_seed(SEED)
@@ -110,13 +113,13 @@ def _sample(sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> OpS
 
 
 def transposed(full: torch.Tensor) -> torch.Tensor:
-    """A copy whose dims lie in memory in the opposite order."""
+    """Returns a copy whose dims lie in memory in the opposite order."""
     backwards = tuple(range(full.ndim)[::-1])
     return full.permute(backwards).contiguous().permute(backwards)
 
 
 def stepped(full: torch.Tensor) -> torch.Tensor:
-    """A copy with a gap after every element."""
+    """Returns a copy with a gap after every element."""
     return full.repeat_interleave(2, -1)[..., ::2] if full.ndim else full.clone()
 
 
@@ -139,10 +142,10 @@ def _set_sizes(sizes: tuple[int, int, int, int]) -> None:
 
 
 def places_of(tensors: Sequence[torch.Tensor], mode: str, salt: str) -> list[Places]:
-    """Some ways to place the tensors, each once; the same every time for the same `salt`.
+    """Returns some distinct placements of the tensors, the same in every run for the same `salt`.
 
-    First all replicated, then all tensors the same where they can be, then one tensor alone placed otherwise, in turn
-    with combinations drawn at random.
+    First all tensors are replicated, then all have the same placement if possible. Then placements of a single tensor
+    alternate with random combinations.
     """
     choices = [_choices(tensor, mode) for tensor in tensors]
     rng = random.Random(salt)
@@ -187,7 +190,7 @@ def _choices(tensor: torch.Tensor, mode: str) -> list[tuple[str, ...]]:
 
 
 def _belongs(places: Places, tensors: Sequence[torch.Tensor], mode: str) -> bool:
-    """Whether some tensor is placed as only this mode does."""
+    """Returns whether some tensor has a placement that only this mode has."""
     if mode == "partial":
         return any(place[0].startswith("P") for place in places)
     return mode != "uneven" or any(
