@@ -78,14 +78,14 @@ def profile_command(
     """Shows where the time of a training job, or of a suite's case, goes.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run unchanged
-    and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if calls,
-    bytes or dtypes of the job differ from the base or a time is slower.
+    and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if
+    calls, bytes or dtypes of the job differ from the base or a time is slower.
 
     \b
     Examples:
       dtbench profile -- torchrun --nproc-per-node 8 train.py --steps 20
       dtbench profile traces/*.json.gz --topology topology.json -o job
-      dtbench profile job-new --base job-old
+      dtbench profile job-head --base job-base
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
@@ -141,7 +141,7 @@ def _profile_job(
             topology=_read_reference(choices["topology"], choices["system"]),
             bases=choices["bases"],
             model_and_layout=(model, layout) if model else None,
-            stdout_is_ours=as_json,
+            redirect_stdout=as_json,
             **{name: choices[name] for name in ("steps", "warmup", "timeout_s")},
         )
     )

@@ -257,8 +257,8 @@ def short_name(name: str) -> str:
     if place := _PLACE.match(name):
         function = place["name"]
         return "one call" if function == profiled_call.__name__ else f"{Path(place['file']).name}: {function}"
-    bare = _ADDRESS.sub("", name)
-    return f"{_BUILT_IN.sub('', bare.strip('<>'))} (C)" if _BUILT_IN.match(bare) else bare
+    plain_name = _ADDRESS.sub("", name)
+    return f"{_BUILT_IN.sub('', plain_name.strip('<>'))} (C)" if _BUILT_IN.match(plain_name) else plain_name
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None:

@@ -539,8 +539,8 @@ def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:
 def test_much_of_nothing_is_refused(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it fills the memory: a GB of it is a MB of gzip."""
     monkeypatch.setattr(kineto, "PIECE", 2**16)
-    monkeypatch.setattr(kineto, "MOST_EVENT", 2**20)
-    monkeypatch.setattr(kineto, "MOST_TRACE", 2**21)
+    monkeypatch.setattr(kineto, "MAX_EVENT_BYTES", 2**20)
+    monkeypatch.setattr(kineto, "MAX_TRACE_BYTES", 2**21)
     (tmp_path / "t.json.gz").write_bytes(gzip.compress(b'{"traceEvents": [' + filler * 2**22, 1))
     with pytest.raises(DtbenchError, match=r"more than (1 MiB|0 GiB)"):
         read_job([tmp_path])

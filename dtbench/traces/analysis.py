@@ -84,8 +84,8 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     """Returns the reference time of a call in seconds, its source, and a caveat."""
     size, ranks = kind.bytes, kind.group_size
     if not size or not ranks or ranks < 2:
-        found = f"{size or 'no'} bytes over {ranks or 'unknown'} ranks"
-        return None, "", f"the trace shows {found}: expected both, and 2 ranks or more"
+        measured = f"{size or 'no'} bytes over {ranks or 'unknown'} ranks"
+        return None, "", f"the trace shows {measured}: expected both, and 2 ranks or more"
     if not isinstance(topology, CalibratedTopology):
         for system in topology:
             if system.ranks == ranks and (busbw := system.busbw(kind.collective, size)):
@@ -102,10 +102,10 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     if kind.collective not in RING_COLLECTIVES and (curve is None or dim.ranks != ranks):
         return None, "", f"the topology has no {kind.collective} over {ranks} ranks of dim {dim.name}"
     price = estimate_collective(dim, kind.collective, ranks, size)
-    least, most = map(format_size, curve.size_bytes if curve else dim.fitted_on.size_bytes)
+    smallest, largest = map(format_size, curve.size_bytes if curve else dim.fitted_on.size_bytes)
     caveats = [f"dim matched by its {ranks} ranks"] * (not named)
     caveats += ["by the ring formula"] * price.by_formula
-    caveats += [f"extrapolated from {least} to {most}"] * (price.size_factor > 1)
+    caveats += [f"extrapolated from {smallest} to {largest}"] * (price.size_factor > 1)
     caveats += [f"extrapolated from {dim.ranks} ranks"] * (price.ranks_factor != 1)
     return price.time_us * 1e-6, f"dim {dim.name}", ", ".join(caveats)
 

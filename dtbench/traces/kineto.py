@@ -24,12 +24,12 @@ from dtbench.errors import UnreadableRunError, plain
 
 PIECE = 4 * 2**20  # bytes read at a time
 # Limits in bytes of JSON, since a gzip file of 1 MB can hold 1 GB of zeros.
-MOST_EVENT, MOST_TRACE = 64 * 2**20, 8 * 2**30
+MAX_EVENT_BYTES, MAX_TRACE_BYTES = 64 * 2**20, 8 * 2**30
 _MAX_HEADER = 16 * 2**20
 _SPLIT_WINDOW = 2**16  # bytes at the end of the text in which a split is tried first
 _BEGINS = re.compile(rb'"traceEvents"\s*:\s*\[|\A\s*\[')
 _FIRST_KEY = re.compile(rb'\s*\{\s*("\w{1,40}")')
-_BETWEEN = re.compile(rb"\}\s*,\s*(?=\{)")
+_SEPARATOR = re.compile(rb"\}\s*,\s*(?=\{)")
 _AFTER_LIST = re.compile(rb'\s*(?:\Z|[\]}]|,\s*")')
 _NAN_OR_INF = re.compile(rb":\s*-?(?:nan|inf(?:inity)?)\b", re.IGNORECASE)  # some versions write them
 # Beyond this, a float does not resolve 1/500 us, so times are read as decimals.
@@ -113,7 +113,7 @@ class Trace:
         self.damaged = self.size = 0
         self._text = b""
         self._tail: bytes | None = None  # the text after the list of events
-        self._between = _BETWEEN
+        self._separator = _SEPARATOR
         self._decoder: Any = _floats
 
     def events(self) -> Iterator[list[Event]]:
@@ -135,8 +135,8 @@ class Trace:
                 if last or len(self._text) >= needed:
                     if (events := self._take(last)) is not None:
                         yield events
-                    elif len(self._text) > MOST_EVENT:
-                        raise self._refused(f"an event has more than {MOST_EVENT >> 20} MiB")
+                    elif len(self._text) > MAX_EVENT_BYTES:
+                        raise self._refused(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
                     needed = 2 * len(self._text) if events is None else 0
                     if last and (events is None or not self._text):
                         break
@@ -158,19 +158,19 @@ class Trace:
 
     def _read(self, stream: Any) -> bool:
         """Appends the next piece of text; returns False at the end of the file."""
-        more = b""
+        piece = b""
         try:
-            while len(more) < PIECE and (part := stream.read1(PIECE)):
-                more += part
+            while len(piece) < PIECE and (part := stream.read1(PIECE)):
+                piece += part
         except (EOFError, zlib.error, gzip.BadGzipFile):
             self.cut_off = True
         except OSError as error:
             raise self._refused(f"it cannot be read ({error.strerror})") from error
-        self.size += len(more)
-        if self.size > MOST_TRACE:
-            raise self._refused(f"it holds more than {MOST_TRACE >> 30} GiB")
-        self._text = self._text + more if self._text else more
-        return bool(more)
+        self.size += len(piece)
+        if self.size > MAX_TRACE_BYTES:
+            raise self._refused(f"it holds more than {MAX_TRACE_BYTES >> 30} GiB")
+        self._text = self._text + piece if self._text else piece
+        return bool(piece)
 
     def _read_header(self, stream: Any) -> None:
         while self._read(stream) and len(self._text) < _MAX_HEADER:
@@ -194,20 +194,20 @@ class Trace:
         Args:
             last: whether the text reaches to the end of the file.
         """
-        if self._between is _BETWEEN and (first := _FIRST_KEY.match(self._text)):
+        if self._separator is _SEPARATOR and (first := _FIRST_KEY.match(self._text)):
             # All events of a trace begin with the same key. JSON strings escape quotes, so they do not contain it.
-            self._between = re.compile(rb"\}\s*,\s*(?=\{\s*" + first[1] + rb")")
+            self._separator = re.compile(rb"\}\s*,\s*(?=\{\s*" + first[1] + rb")")
         text = self._text.rstrip().removesuffix(b",") if last else self._text
         if last and (events := self._try_decode(text)) is not None:
             self._text = b""
             return events
         for start in (max(len(text) - _SPLIT_WINDOW, 0), 0):
-            cuts = [match.span() for match in _BETWEEN.finditer(text, start)]
+            cuts = [match.span() for match in _SEPARATOR.finditer(text, start)]
             # The last split nearly always works. Otherwise, each attempt goes twice as far back.
             for back in (2**n for n in range(len(cuts).bit_length())):
                 if (events := self._try_decode(text[: cuts[-back][0] + 1])) is not None:
                     return self._cut(cuts[-back], events)
-        starts = [match.span() for match in self._between.finditer(text)]
+        starts = [match.span() for match in self._separator.finditer(text)]
         if starts and (last or len(text) > 2 * PIECE):  # an event with an unclosed bracket
             return self._cut(starts[-1], self._one_by_one(text[: starts[-1][0] + 1]))
         try:
@@ -275,7 +275,7 @@ class Trace:
         """Decodes the valid events of a text that is not valid JSON, and counts the others as damaged."""
         events: list[Event] = []
         start = 0
-        for brace in [*(match.start() for match in self._between.finditer(text)), len(text) - 1]:
+        for brace in [*(match.start() for match in self._separator.finditer(text)), len(text) - 1]:
             piece = text[start : brace + 1].lstrip(b", \t\r\n")
             start = brace + 1
             try:

@@ -37,7 +37,7 @@ class JobRequest:
         steps: steps to record; 0 records the whole run.
         warmup: steps before the recorded ones.
         timeout_s: seconds without a step after which a rank ends the job; 0 for no limit.
-        stdout_is_ours: whether the command's stdout goes to stderr, so that stdout holds only the results.
+        redirect_stdout: whether to send the command's stdout to stderr, so that stdout holds only the results.
     """
 
     paths: Sequence[Path] = ()
@@ -49,7 +49,7 @@ class JobRequest:
     steps: int = STEPS
     warmup: int = WARMUP
     timeout_s: int = 0
-    stdout_is_ours: bool = False
+    redirect_stdout: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
     """Runs and records the command. Returns its exit code and the job that its traces show."""
     folder.mkdir()
     stdout = os.dup(1)
-    if request.stdout_is_ours:
+    if request.redirect_stdout:
         os.dup2(2, 1)
     try:
         recording = record(

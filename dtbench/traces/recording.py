@@ -64,8 +64,8 @@ def record(
         "DTBENCH_RECORD_FOLDER": f"{folder}",
         "PYTHONPATH": f"{Path(__file__).with_name('hook')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
-    prctl, before = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)
-    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
+    prctl, old_mask = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)
+    unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, old_mask)
     try:
         # PR_SET_PDEATHSIG (linux/prctl.h) ends the job if this process dies.
         process = subprocess.Popen(

@@ -38,13 +38,13 @@ class Recorder:
         optimizer: weak reference to the optimizer whose `step()` ends a step.
         profile: the profiler while it records or warms up.
         done: number of finished steps.
-        over: whether the window has ended.
+        has_ended: whether the window has ended.
         mesh_dims: JSON of the mesh dims, from the first step on.
     """
 
     optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
     profile: "profile | None" = None
-    done, over, mesh_dims = 0, False, ""
+    done, has_ended, mesh_dims = 0, False, ""
 
     def __init__(self, path: str) -> None:
         self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
@@ -67,7 +67,7 @@ class Recorder:
             if not torch.compiler.is_compiling() and self.pid == os.getpid():
                 action(*args)
         except Exception as error:
-            self.profile, self.over = None, True
+            self.profile, self.has_ended = None, True
             with suppress(OSError):
                 self.notes.write(f"could not be recorded: {type(error).__name__}: {error}\n")
 
@@ -100,7 +100,7 @@ class Recorder:
         self.done += 1
         self.mesh_dims = self.mesh_dims or mesh_dims()  # when a whole run ends, its groups are gone
         self.await_step()
-        if self.profile is None and self.done == self.warmup - 1 and not self.over:
+        if self.profile is None and self.done == self.warmup - 1 and not self.has_ended:
             self.begin()
         elif self.profile is not None and self.steps and self.done == self.warmup + self.steps:
             self.end()
@@ -128,7 +128,7 @@ class Recorder:
         Args:
             why: the reason if fewer steps than requested were recorded.
         """
-        ended, self.profile, self.over = self.profile, None, True
+        ended, self.profile, self.has_ended = self.profile, None, True
         session.__init__ = self.init  # type: ignore[method-assign]
         if not self.timeout_s:
             self.hook.remove()
@@ -166,7 +166,7 @@ class Recorder:
             self.notes.write(f"{type(error).__name__}: {error}\n")
             self.notes.writelines(f'  File "{frame[0]}", line {frame[1]} in {frame[2]}\n' for frame in frames)
             faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for ranks that have exited
-        elif self.done <= self.warmup and self.steps and not self.over:
+        elif self.done <= self.warmup and self.steps and not self.has_ended:
             remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
             self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
         self.end()
