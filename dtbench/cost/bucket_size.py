@@ -102,8 +102,8 @@ def choose(
     if len(times_s) > 1:
         drawn = resample(relative, REPLICATES, np.random.default_rng(seed))
         chosen = _smallest(np.median(drawn, axis=1))
-        ends = {sizes[int(i)] for i in interval(chosen, INTERVAL, interpolated=False)}
-        low, high = (min(ends), max(ends)) if len(ends) > 1 else (None, None)
+        bounds = {sizes[int(index)] for index in interval(chosen, INTERVAL, interpolated=False)}
+        low, high = (min(bounds), max(bounds)) if len(bounds) > 1 else (None, None)
     edge = ""
     if index == len(sizes) - 1:
         edge = f"{format_size(sizes[-1])} is the largest measured size, and larger ones may be faster"

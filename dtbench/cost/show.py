@@ -159,5 +159,5 @@ def print_buckets(choices: Sequence[BucketChoice], as_json: bool = False) -> Non
 
 
 def _bucket_interval(choice: BucketChoice) -> str:
-    ends = interval_or_none(choice.low_bytes, choice.high_bytes)
-    return NO_INTERVAL if ends is None else " to ".join(f"{end / MIB:g}" for end in ends)
+    bounds = interval_or_none(choice.low_bytes, choice.high_bytes)
+    return NO_INTERVAL if bounds is None else " to ".join(f"{size / MIB:g}" for size in bounds)

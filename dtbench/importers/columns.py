@@ -165,12 +165,12 @@ def _fits(names: Names, words: Words) -> bool | None:
         and collective_of(values.get("collective", "reduce")) is not None
     ):
         return False
-    fine = True
+    is_precise = True
     for figure in _row(0, names, words).figures:
         time, algbw, size = figure.time, figure.algbw, int(values["size"])
         if figure.fault or (figure.wrong or 0) >= 1 or time is None or time.low <= 0 or algbw is None:
             return False
         if not (size / time.high <= algbw.high * (1 + 1e-6) and size / time.low >= algbw.low * (1 - 1e-6)):
             return False
-        fine = fine and algbw.coarseness < _FINE_COARSENESS
-    return fine or None
+        is_precise = is_precise and algbw.coarseness < _FINE_COARSENESS
+    return is_precise or None

@@ -24,7 +24,7 @@ def test_bytes_per_step_by_dim() -> None:
     with_fsdp = bytes_per_step(job, replace(LAYOUT, fsdp=4), MACHINE)
     # Two blocks a layer, in each 2 collectives ahead and 3 back, of all activations; two micro batches.
     assert with_fsdp["tp"] == MODEL.layers * 2 * 2 * 5 * 2048 * MODEL.hidden * ITEM
-    weights = (MODEL.layers * MODEL.layer_elements(2) + MODEL.end_elements(2)) * ITEM
+    weights = (MODEL.layers * MODEL.layer_elements(2) + MODEL.vocab_elements(2)) * ITEM
     gradients = weights / ITEM * MACHINE.fitted.gradient_bytes
     assert with_fsdp["fsdp"] == pytest.approx(2 * (2 * weights + gradients))
     assert set(with_fsdp) == {"tp", "fsdp"}

@@ -87,7 +87,7 @@ def test_tensor_parallel_collectives_overlap_with_weight_gradients() -> None:
 def test_gradients_between_nodes_share_adapters(tp: int, dp: int) -> None:
     """Whether a node's GPUs hold parts of one copy or eight copies, a node sends the same bytes."""
     of = job(tp * dp)
-    elements = GPT.layers * GPT.layer_elements(tp) + GPT.end_elements(tp)
+    elements = GPT.layers * GPT.layer_elements(tp) + GPT.vocab_elements(tp)
     sent = 2 * 15 / 16 * elements * 2 * tp
     assert predict_step(of, layout(tp=tp, dp=dp), MACHINE, LINKS).data_s == pytest.approx(
         sent / 100e9, rel=1e-6
@@ -282,7 +282,7 @@ def test_built_in_models_have_their_published_parameters(name: str, parameters: 
 
 def test_layer_elements_are_divided_over_ranks() -> None:
     small = TransformerModel("small", hidden=8, layers=2, heads=4, kv_heads=2, ffn=16, vocab=32)
-    assert (small.layer_elements(), small.end_elements()) == (SMALL_LAYER, SMALL_ENDS)
+    assert (small.layer_elements(), small.vocab_elements()) == (SMALL_LAYER, SMALL_ENDS)
     # 4 ranks: one head and half a key-value head, which two ranks hold whole; a quarter of the MLP; all norms
     assert small.layer_elements(4) == 8 * 2 * (1 + 2 * 1 + 1) + 384 // 4 + 16
 

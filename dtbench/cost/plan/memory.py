@@ -70,8 +70,7 @@ def _activations(job: TrainingJob, layout: TrainingLayout, counts: tuple[int, ..
         in_flight = float(min(layout.pp - stage, micro_batches))
         if layout.chunks > 1:  # interleaved (arXiv 2205.05198, section 4.2.3)
             in_flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
-        ends = logits if stage == layout.pp - 1 else 0.0
-        peak = max(peak, tokens * layers * saved * in_flight + ends)
+        peak = max(peak, tokens * layers * saved * in_flight + logits * (stage == layout.pp - 1))
     return peak + tokens * temporary
 
 

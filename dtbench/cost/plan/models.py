@@ -79,12 +79,12 @@ class TransformerModel(msgspec.Struct, frozen=True):
         """Returns the parameters of the MLP, or of the rank's experts, among `layer_elements`."""
         return _ceil(self.experts, ep) * (3 if self.gated else 2) * self.hidden * _ceil(self.ffn, tp)
 
-    def end_elements(self, tp: int = 1) -> int:
+    def vocab_elements(self, tp: int = 1) -> int:
         """Returns the parameters of embedding, head and last norm on a rank."""
         return (1 if self.tied else 2) * _ceil(self.vocab, tp) * self.hidden + self.hidden
 
     def elements(self) -> int:
-        return self.layers * self.layer_elements() + self.end_elements()
+        return self.layers * self.layer_elements() + self.vocab_elements()
 
 
 def _ceil(a: int, b: int) -> int:

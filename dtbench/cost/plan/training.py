@@ -144,7 +144,7 @@ def stage_elements(
     """Returns the most parameters of any rank before sharding over dp: its layers, embedding and head."""
     counts = layers or stage_layers(model, layout.pp)
     layer = model.layer_elements(layout.tp, layout.ep)
-    ends: float = model.end_elements(layout.tp)
+    vocab: float = model.vocab_elements(layout.tp)
     if layout.pp > 1 and not model.tied:
-        ends = (ends + model.hidden) / 2
-    return max(max(counts) * layer, max(counts[0], counts[-1]) * layer + ends)
+        vocab = (vocab + model.hidden) / 2
+    return max(max(counts) * layer, max(counts[0], counts[-1]) * layer + vocab)
