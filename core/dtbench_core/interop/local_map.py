@@ -35,7 +35,7 @@ def local_map(
 ) -> Call:
     """Converts `func`, written for plain tensors, into a function of DTensors that calls it with their shards.
 
-    Differentiable. If no argument is a DTensor, the result of `func` is returned as it is. Without `func`, this is a
+    Differentiable. If no argument is a DTensor, the result of `func` is returned unchanged. Without `func`, this is a
     decorator.
 
     Args:
@@ -45,7 +45,7 @@ def local_map(
             ranks exchange the sizes of their results. Otherwise the results are assumed to be equally large, as in
             `DTensor.from_local`.
         in_placements: the placements of each flattened positional argument, with None for one that is not a tensor;
-            by default not checked. A plain tensor is passed as it is.
+            by default not checked. A plain tensor is passed unchanged.
         in_grad_placements: the placements of the ranks' gradients of each argument, as in `DTensor.to_local`.
         device_mesh: the mesh of the results; by default that of the first DTensor argument.
         redistribute_inputs: whether arguments are redistributed to `in_placements`.
