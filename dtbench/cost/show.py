@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
 from dtbench.cost.calibration.validate import REGIMES, CallGroup, Score, Validation
-from dtbench.records.topology import CalibratedTopology, Dim
+from dtbench.records.topology import CalibratedTopology
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import (
     NO_INTERVAL,
@@ -34,7 +34,16 @@ def print_topology(topology: CalibratedTopology) -> None:
             "latency [us/hop]",
             [_with_interval(significant(dim.latency_us_per_hop, 3), dim.latency_interval) for dim in dims],
         ),
-        ("bandwidth [GiB/s]", [_with_interval(_bandwidth(dim), dim.bandwidth_interval) for dim in dims]),
+        (
+            "bandwidth [GiB/s]",
+            [
+                _with_interval(
+                    ">= " * dim.bandwidth_is_lower_bound + significant(dim.bandwidth_GiBps, 3),
+                    dim.bandwidth_interval,
+                )
+                for dim in dims
+            ],
+        ),
         ("error", [format_ratio(dim.residuals.geometric_mean_ratio) for dim in dims]),
     ]
     if any(builtin):
@@ -64,10 +73,6 @@ def print_topology(topology: CalibratedTopology) -> None:
         print_prose(console, f"not calibrated: {dim.name}={dim.ranks}: {dim.reason}")
     for warning in topology.all_warnings():
         print_prose(console, f"warning: {warning}")
-
-
-def _bandwidth(dim: Dim) -> str:
-    return (">= " if dim.bandwidth_is_lower_bound else "") + significant(dim.bandwidth_GiBps, 3)
 
 
 def _with_interval(figure: str, bounds: tuple[float, float] | None) -> str:

@@ -46,6 +46,18 @@ class GpuEvent(Protocol):
         ...
 
 
+@lru_cache(maxsize=1)
+def loaded_nvml() -> Nvml | None:
+    """Returns the initialized NVML bindings; None if they or the driver's library are missing or broken."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # missing, outdated and broken libraries raise many different errors
+        return None
+    return pynvml
+
+
 class Gpus:
     """The functions of torch.cuda that the harness uses. A rehearsal replaces them by a class with the same methods."""
 
@@ -115,20 +127,7 @@ class Gpus:
             return None
         return str(torch.cuda.get_device_properties(index).uuid)
 
-    def nvml(self) -> Nvml | None:
-        """Returns the initialized NVML bindings; None if they or the driver's library are missing or broken."""
-        return loaded_nvml()
-
-
-@lru_cache(maxsize=1)
-def loaded_nvml() -> Nvml | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # missing, outdated and broken libraries raise many different errors
-        return None
-    return pynvml
+    nvml = staticmethod(loaded_nvml)
 
 
 def rehearsing() -> bool:
