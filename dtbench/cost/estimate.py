@@ -122,7 +122,7 @@ def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> CallEstimate
     """Extrapolates a table whose times do not grow with size.
 
     The time per byte over a link comes from the dim's other collectives, else from the dim's bandwidth. Without either,
-    the interval says that nothing is known.
+    the interval is practically unlimited.
     """
     last = dim.collectives[collective].table[-1]
     factor = size_bytes / last.size_bytes

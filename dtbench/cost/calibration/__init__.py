@@ -1,7 +1,13 @@
 """Calibration: fits the cost of collectives and redistributions on a machine to measured times.
 
-Reading order: `times` (times per size and launch), `dims` (times per mesh dim), `fit` (fits of lines and monotone
-curves), `intervals` (what a new launch may measure), `assemble` (`calibrate`), `validate` (errors of predictions).
+Reading order:
+
+- `times`: times per size and launch,
+- `dims`: times per mesh dim,
+- `fit`: fits of lines and monotone curves,
+- `intervals`: the times that a new launch may measure,
+- `assemble`: `calibrate`,
+- `validate`: errors of predictions.
 """
 
 from dtbench.cost.calibration.assemble import calibrate

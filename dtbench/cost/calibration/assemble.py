@@ -1,9 +1,9 @@
 """Assembles the topology from runs: constants, curves, layout and contention of every mesh dim.
 
 There are two levels. The first has the form of torch's own formulas (ring.py), a bandwidth and a latency per mesh dim,
-and can replace the built-in constants. The second is a separate curve for every collective and redistribution: a
-single bandwidth cannot describe a backend whose reduce_scatter costs as much as its all_reduce (gloo), nor the copies
-before and after a collective.
+and can replace the built-in constants. The second is a separate curve for every collective and redistribution. It is
+needed since a single bandwidth cannot describe the copies before and after a collective, nor a backend whose
+reduce_scatter costs as much as its all_reduce (gloo).
 """
 
 from __future__ import annotations

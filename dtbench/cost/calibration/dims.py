@@ -1,7 +1,7 @@
 """Selects the measured times of each mesh dim, the input of fits and validations.
 
-The layout of a dim's groups on hosts comes from the hosts that the ranks reported and from the times of the groups,
-never from the mesh's shape.
+The layout of groups on hosts comes from the hosts that the ranks reported and from the times of the groups. It is never
+inferred from the mesh's shape.
 """
 
 from __future__ import annotations

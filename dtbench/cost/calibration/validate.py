@@ -4,8 +4,8 @@ The score is exp(mean |ln(predicted / measured)|); 1 is perfect. Percentages wou
 little, since their error cannot exceed 100 %. Predictions are compared with each launch, not with the median over
 launches, because a program runs in a single launch.
 
-The noise floor is the difference between launches: each new launch is predicted by every other launch, of the new runs
-and of the runs to which the topology was fitted. A model with a single time per size cannot do much better.
+The noise floor is the difference between launches: each new launch is predicted by every other launch. These include
+the launches to which the topology was fitted. A model with a single time per size cannot do much better.
 """
 
 from __future__ import annotations
