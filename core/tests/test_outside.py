@@ -110,7 +110,7 @@ def test_program_runs_on_ranks_outside_the_mesh(ranks: ThreadWorlds) -> None:
 @on_ranks
 def test_values_are_not_available_outside_the_mesh() -> None:
     x = distribute_tensor(A, _pair(), [S0])
-    message = f"which rank {dist.get_rank()} is not in.*guard the call"
+    message = f"but rank {dist.get_rank()} is not in.*guard the call"
     for ask in (
         lambda: x.sum().item(),
         lambda: float(x[0, 0]),

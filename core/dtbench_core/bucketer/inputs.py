@@ -16,7 +16,7 @@ from dtbench_core import comm
 from dtbench_core.bucketer.packing import CONTIGUOUS_ROWS_MIN_BYTES, BucketError, Source, as_contiguous_rows
 from dtbench_core.layout.placement import Placements, Shard, StridedShard
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
+from dtbench_core.layout.wrapper import Wrapper, stored_local, wrap
 
 _metadata = attrgetter("shape", "dtype", "device")
 
@@ -141,7 +141,7 @@ def _check_dtensor(tensor: Wrapper, group: ProcessGroup) -> CheckedInput:
             f"got a gradient {spec} for the group of its mesh dim {dim}, expected Partial there: "
             f"{spec.placements[dim]} needs no reduction, redistribute it"
         )
-    local = held_by(tensor).detach()
+    local = stored_local(tensor).detach()
     dim_group = None if dim is None else spec.info.groups[dim]
     if isinstance(dim_group, comm.OrderedGroup):  # the bucket distributes the parts in the order of the group
         local = dim_group.in_group_order(local)
@@ -174,7 +174,7 @@ def _check_dtensors(tensors: Sequence[Tensor], group: ProcessGroup) -> CheckedIn
             f"got a list of DTensors {spec} for a group of {group.size()} ranks, expected no Partial, and mesh "
             "dims other than the group's: pass one DTensor that is Partial along the group instead"
         )
-    checked = _check_list([held_by(t).detach() for t in tensors if isinstance(t, Wrapper)])
+    checked = _check_list([stored_local(t).detach() for t in tensors if isinstance(t, Wrapper)])
     return checked._replace(rewrap=_rewrap(first, spec, spec.placements))
 
 
@@ -204,7 +204,7 @@ def check_gradient(gradient: Tensor, group: ProcessGroup) -> CheckedInput:
                 f"got a gradient {gradient._spec}, expected one that is not Partial: redistribute the output "
                 "of the layer, or pass the gradient to reduce_scatter_async with the group to sum over"
             )
-        gradient = held_by(gradient)
+        gradient = stored_local(gradient)
     if gradient.layout is not torch.strided:
         raise BucketError(
             f"got a gradient of layout {gradient.layout}, expected a dense gradient: make the layer with sparse=False"

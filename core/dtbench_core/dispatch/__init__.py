@@ -1,1 +1,1 @@
-"""One op on distributed tensors: entry, cache key, plan, fallback, out= and resizing."""
+"""Runs ops on DTensors: entry, cache key, plans, fallback, `out=` and resizing. entry.py gives the overview."""

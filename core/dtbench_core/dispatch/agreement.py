@@ -1,8 +1,7 @@
-"""A checking mode: before every op the ranks of a mesh compare what each is about to do. Off by default.
+"""Checks before every op that all ranks of a mesh run the same op on the same specs. Off by default.
 
-A program whose ranks hold other shapes or placements for one op is wrong in a way that no rank can see alone: one gets
-a result of another shape, another waits for ever. Inside `check_ranks()` all of them raise instead, before anything
-is sent.
+If ranks have different shapes or placements for one op, one rank may get a result of another shape and another may wait
+for ever. Inside `check_ranks()` all ranks raise before anything is sent.
 """
 
 from __future__ import annotations
@@ -23,25 +22,24 @@ from dtbench_core.op_types import Args, Kwargs, Value
 from dtbench_core.runtime import PerRank, simulation
 from dtbench_core.torch_compat import disable_modes, is_traced
 
-# How many check_ranks() are entered.
+# Number of check_ranks() contexts that are active.
 _checking: PerRank[int] = PerRank("dispatch.checking", lambda: 0)
 _is_checking = _checking.get
-# Whose part of a shape follows from the shape.
+# Placements for which the global shape determines each rank's shape.
 _REGULAR = (Shard, Replicate, Partial)
 
 
 @contextmanager
 def check_ranks() -> Iterator[None]:
-    """Inside, every op, `redistribute` and `full_tensor` of DTensors is compared over the ranks of its mesh first.
+    """Compares every op, `redistribute` and `full_tensor` of DTensors over the ranks of its mesh before it runs.
 
-    All ranks have to enter it, for the same ops. An op costs two small all-gathers of objects per mesh dim more (0.7 ms
-    on gloo between two ranks; without this context nothing), and takes the way that it takes under any dispatch mode.
-    Simulated ranks, which are one program, and graphs are not compared.
+    All ranks must enter the context for the same ops. Each op costs two small all-gathers of objects per mesh dim
+    (0.7 ms on gloo between two ranks), and runs as under any dispatch mode. Simulated ranks, which run one program, and
+    graphs are not compared.
 
     Raises (within):
-        RanksDifferError: on every rank of the mesh, with the op, the specs and the ranks that have them, where ranks
-            came with different ops, with tensors of other shapes, dtypes or placements, or one of them holds another
-            part than its spec says.
+        RanksDifferError: on every rank of the mesh, with the op, the specs and their ranks. Ranks run different ops,
+            have tensors of different shapes, dtypes or placements, or a shard has another shape than its spec says.
     """
     _checking.set(_checking.get() + 1)
     try:
@@ -52,62 +50,64 @@ def check_ranks() -> Iterator[None]:
 
 
 class _CheckRanks(TorchDispatchMode):
-    """Sees ops on DTensors before the core does; what runs on their parts passes by."""
+    """Intercepts ops on DTensors before they are dispatched; ops on their shards are not compared."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Value:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Wrapper)]
-        if tensors and not func.is_view:  # a view sends nothing, and what takes it is compared
+        if tensors and not func.is_view:  # a view sends nothing, and ops on it are compared
             compare(str(func), tensors)
         return func(*args, **kwargs)
 
 
 def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | None = None) -> None:
-    """`compare` of what moves a tensor and is no op, inside `check_ranks()`. placements: where to."""
+    """Compares a redistribution to `placements`, which is no op, inside `check_ranks()`."""
     if _is_checking():
         compare(f"{name} to {describe(tuple(placements))}" if placements else name, [tensor])
 
 
 def compare(name: str, tensors: Sequence[Wrapper]) -> None:
-    """Raises as `check_ranks` says, where the ranks differ in the op of this name on these tensors."""
+    """Raises RanksDifferError if the ranks differ in the op's name or in the specs of these tensors."""
     info = tensors[0]._spec.info
-    alone = any(
+    is_fake_group = any(
         comm.process_group_of(group).name() == "fake" for group in info.groups
-    )  # nobody is at the other end
-    if simulation.active or is_traced() or info.coordinate is None or not info.groups or alone:
+    )  # it has no other ranks
+    if simulation.active or is_traced() or info.coordinate is None or not info.groups or is_fake_group:
         return
-    mine = [(dist.get_rank(), name, tuple(map(_words, tensors)))]
+    mine = [(dist.get_rank(), name, tuple(map(_description, tensors)))]
     with disable_modes():
         for group in info.groups:
-            mine = [one for several in comm.all_gather_objects(mine, group) for one in several]
+            mine = [call for several in comm.all_gather_objects(mine, group) for call in several]
     ranks_by_call: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for rank, op, words in mine:
         ranks_by_call.setdefault((op, words), []).append(rank)
     if len(ranks_by_call) > 1:
-        each = "; ".join(
+        descriptions = "; ".join(
             f"{_ranks(ranks)} {op} on {', '.join(words)}" for (op, words), ranks in ranks_by_call.items()
         )
-        raise RanksDifferError(f"the ranks differ: {each}; expected one op on the same specs on every rank")
-    wrong = {words for words in mine[0][2] if _WRONG in words}
+        raise RanksDifferError(
+            f"the ranks differ: {descriptions}; expected one op on the same specs on every rank"
+        )
+    wrong = {words for words in mine[0][2] if _MISMATCH in words}
     if wrong:
         raise RanksDifferError(
             f"{name}: every rank has {', '.join(sorted(wrong))}; give from_local the true shape"
         )
 
 
-_WRONG = ", of which it holds "
+_MISMATCH = ", of which it holds "
 
 
-def _words(tensor: Wrapper) -> str:
-    """The spec, and this rank's part where that is not what the spec says."""
+def _description(tensor: Wrapper) -> str:
+    """Describes the spec, and the local shape if it contradicts the spec."""
     spec = tensor._spec
-    held = tuple(tensor._local_tensor.shape)
+    local_shape = tuple(tensor._local_tensor.shape)
     if spec.info.coordinate is not None and all(type(p) in _REGULAR for p in spec.placements):
         part, _ = local_extents(tuple(spec.shape), spec.placements, spec.info.sizes, spec.info.coordinate)
-        if part != held:
-            return f"{spec}{_WRONG}{list(held)} instead of {list(part)}"
+        if part != local_shape:
+            return f"{spec}{_MISMATCH}{list(local_shape)} instead of {list(part)}"
     return str(spec)
 
 

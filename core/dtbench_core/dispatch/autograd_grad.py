@@ -1,11 +1,10 @@
-"""The engine of autograd for DTensors: `backward`, and `torch.autograd.grad` without the checks that a spec answers.
+"""`backward` and `torch.autograd.grad` for DTensors, which call autograd's engine directly.
 
-What the engine calls back, such as hooks and a checkpoint's second forward, are calls of the user's: they run with
-torch functions enabled, as the first forward did, so the engine is entered with them enabled.
+The engine calls back into user code, such as hooks and the second forward pass of a checkpoint. That code must run with
+torch functions enabled, so the engine is called with them enabled.
 
-In `grad` torch compares every output with its cotangent through symbolic shapes, and comes here only after it has
-sorted its arguments once already. Where each cotangent has its output's class, shape and dtype there is nothing left to
-check, and the engine can be called directly.
+torch's `grad` compares every output with its cotangent through symbolic shapes, which is slow. If each cotangent has
+its output's class, shape and dtype, nothing remains to be checked.
 """
 
 from __future__ import annotations
@@ -27,19 +26,25 @@ def grad(
     retain_graph: bool | None = None,
     create_graph: bool = False,
     allow_unused: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """As torch.autograd.grad, which calls it with the outputs and inputs as tuples."""
+    """Implements torch.autograd.grad, which passes the outputs and inputs as tuples."""
     listed = grad_outputs if grad_outputs.__class__ in (list, tuple) else (grad_outputs,) * len(outputs)
-    if any(others[name] for name in others if name != "only_inputs"):
+    if any(options[name] for name in options if name != "only_inputs"):
         with DisableTorchFunction():
             return torch.autograd.grad(
-                outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused=allow_unused, **others
+                outputs,
+                inputs,
+                grad_outputs,
+                retain_graph,
+                create_graph,
+                allow_unused=allow_unused,
+                **options,
             )
     cotangents = tuple(listed) if _fit(outputs, listed) else _cotangents(outputs, listed)
-    kept = create_graph if retain_graph is None else retain_graph
+    retain = create_graph if retain_graph is None else retain_graph
     return run_backward(
-        outputs, cotangents, kept, create_graph, inputs, bool(allow_unused), accumulate_grad=False
+        outputs, cotangents, retain, create_graph, inputs, bool(allow_unused), accumulate_grad=False
     )
 
 
@@ -50,7 +55,7 @@ def backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """As torch.autograd.backward, which calls it with tuples."""
+    """Implements torch.autograd.backward, which passes tuples."""
     cotangents = grad_tensors if isinstance(grad_tensors, Sequence) else [grad_tensors] * len(tensors)
     run_backward(
         tensors,
@@ -70,7 +75,7 @@ def backward_of(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """As Tensor.backward."""
+    """Implements Tensor.backward."""
     if inputs is not None:
         leaves = inputs.values() if isinstance(inputs, dict) else inputs
         inputs = (leaves,) if isinstance(leaves, torch.Tensor) else tuple(leaves)
@@ -85,21 +90,28 @@ def _cotangents(outputs: Sequence[Value], cotangents: Sequence[Value]) -> tuple[
 
 
 def _fit(outputs: Sequence[Value], cotangents: Sequence[Value]) -> bool:
-    """Whether every output has a cotangent of its shape and dtype: a DTensor for a DTensor, a plain tensor of its
-    device for a plain one, such as what `to_local` gave."""
+    """Whether every output has a cotangent of its shape and dtype.
+
+    The cotangent of a DTensor must be a DTensor, that of a plain tensor a plain tensor on the same device.
+    """
     if len(outputs) != len(cotangents):
         return False
-    one: Any
-    other: Any
+    expected: Any
+    got: Any
     for output, cotangent in zip(outputs, cotangents, strict=True):
         if isinstance(output, Wrapper) and isinstance(cotangent, Wrapper):
-            one, other = output._spec, cotangent._spec
+            expected, got = output._spec, cotangent._spec
         elif output.__class__ is torch.Tensor and cotangent.__class__ is torch.Tensor:
-            one, other = output, cotangent
-            if one.is_nested or other.is_nested or one.layout != other.layout or one.device != other.device:
+            expected, got = output, cotangent
+            if (
+                expected.is_nested
+                or got.is_nested
+                or expected.layout != got.layout
+                or expected.device != got.device
+            ):
                 return False
         else:
             return False
-        if one is not other and (one.shape != other.shape or one.dtype != other.dtype):
+        if expected is not got and (expected.shape != got.shape or expected.dtype != got.dtype):
             return False
     return True

@@ -1,4 +1,4 @@
-"""The key of a call in the cache of plans: op, specs and static arguments."""
+"""Makes the key of a call in the cache of plans: op or function, specs and static arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,16 @@ _dtype_of, _dim_of = operator.attrgetter("dtype"), torch.Tensor.dim
 def key_of(
     cls: type[Wrapper], head: Any, by_type: bool, args: Args, kwargs: Kwargs
 ) -> tuple[tuple[Value, ...], list[Value], Kwargs]:
-    """(cache key, local arguments, local keyword arguments) in one walk over the arguments."""
+    """Walks over the arguments once and replaces DTensors by their shards.
+
+    Args:
+        cls: class of DTensors that the call was dispatched for.
+        head: first element of the key: the op or function.
+        by_type: whether the key contains only the types of numbers, not their values.
+
+    Returns:
+        (cache key, local arguments, local keyword arguments).
+    """
     key, locals_ = [head], []
     for a in args:
         kind = a.__class__
@@ -32,36 +41,34 @@ def key_of(
         if kind is int:
             key.append(int if by_type else a)
         elif kind is float or kind is bool:
-            # The type too: 1, 1.0 and True are equal and have one hash.
+            # With the type, since 1, 1.0 and True are equal and have the same hash.
             key.append(kind if by_type else (kind, a))
         elif kind is slice:
             key.append((slice, a.start, a.stop, a.step))
         elif kind is list or kind is tuple or kind is _Size:
             named = tuple if kind is tuple else list  # x[(i, j)] is not x[[i, j]]
             parts: Value = [named]
-            within: Value = []
-            for item in a:  # the parameters of an optimizer, sizes, dims: without a call for each
+            local_items: Value = []
+            for item in a:  # parameters, sizes and dims need no call of `key_of`
                 if item.__class__ is cls:
                     parts.append(item._spec)
-                    within.append(item._local_tensor)
+                    local_items.append(item._local_tensor)
                 elif item.__class__ is int and not by_type:
                     parts.append(item)
-                    within.append(item)
+                    local_items.append(item)
                 else:
-                    parts, within = _parts(cls, named, by_type, a)
+                    parts, local_items = _parts(cls, named, by_type, a)
                     break
             key.append(tuple(parts))
-            local = within if named is list else tuple(within)
-        elif isinstance(a, Wrapper):  # of another class than the call's: a copied view
+            local = local_items if named is list else tuple(local_items)
+        elif isinstance(a, Wrapper):  # a copied view
             key.append((kind, a._spec))
             local = a._local_tensor
         elif isinstance(a, torch.Tensor):
             key.append((torch.Tensor, a.shape, a.stride(), a.dtype))
-        elif (
-            kind is torch.SymFloat
-        ):  # a tracer's: its value is not read. A list has no hash: see `with_numbers`
-            key.append(kind if by_type else [a])
-        else:  # None, a dtype, a string; a number of NumPy's, which is equal to those of other types
+        elif kind is torch.SymFloat:
+            key.append(kind if by_type else [a])  # a list cannot be hashed: see `with_numbers`
+        else:  # None, a dtype, a string, or a NumPy number, which equals numbers of other types
             key.append((kind, a))
         locals_.append(local)
     if not kwargs:
@@ -72,17 +79,19 @@ def key_of(
 
 
 def _parts(cls: type[Wrapper], named: type, by_type: bool, items: Args) -> tuple[Value, Args]:
-    """(what the key holds, local items) of a list or tuple."""
+    """Returns (part of the key, local items) of a list or tuple."""
     summed_up = by_type and named is list and items[0].__class__ in (float, torch.Tensor)
     if summed_up and (summary := _summary(items)):
         return summary, items
-    parts, within, _ = key_of(cls, named, by_type, items, {})
-    return parts, within
+    parts, locals_, _ = key_of(cls, named, by_type, items, {})
+    return parts, locals_
 
 
 def _summary(items: Args) -> tuple[Value, ...] | None:
-    """What the key holds of a list of an optimizer's: its step sizes, or its counts of steps, which are tensors
-    without dims. None: its members differ in type."""
+    """Returns the part of the key for a list of an optimizer: step sizes, or step counts as tensors without dims.
+
+    None if the members are neither, or differ in type.
+    """
     kinds = set(map(type, items))
     if len(kinds) > 1:
         return None
@@ -93,7 +102,10 @@ def _summary(items: Args) -> tuple[Value, ...] | None:
 
 
 def with_numbers(args: Args, kwargs: Kwargs) -> tuple[tuple[Value, ...], Kwargs] | None:
-    """(args, kwargs) with the values of a tracer's symbols, which it guards; None where there are none."""
+    """Returns (args, kwargs) with the values of a tracer's symbolic numbers, which the tracer then guards.
+
+    None if the arguments contain no symbolic numbers.
+    """
     if not any(isinstance(leaf, _SYMBOLS) for leaf in tree_leaves((args, kwargs))):
         return None
     numbers: tuple[tuple[Value, ...], Kwargs] = tree_map(_number, (tuple(args), kwargs))

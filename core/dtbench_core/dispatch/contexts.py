@@ -1,6 +1,6 @@
-"""Contexts that change what the core does by itself: implicit replication, implicit redistribution.
+"""Contexts that allow implicit replication and forbid implicit redistribution.
 
-Both hold for the thread that entered them, and nest.
+Both apply to the thread that entered them, and can be nested.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dtbench_core.layout.spec import DTensorSpec
 
 
 class ImplicitRedistributionWarning(UserWarning):
-    """An op moved a tensor by itself, inside ExplicitRedistributionContext(mode="warn")."""
+    """An op redistributed an input implicitly inside ExplicitRedistributionContext(mode="warn")."""
 
 
-# How many implicit_replication() are entered, and the innermost ExplicitRedistributionContext.
+# Number of active implicit_replication() contexts, and the innermost ExplicitRedistributionContext.
 _replicating: ContextVar[int] = ContextVar("replicating", default=0)
 _explicit: ContextVar[ExplicitRedistributionContext | None] = ContextVar("explicit", default=None)
 explicit_context = _explicit.get  # the innermost, if any
@@ -28,9 +28,9 @@ explicit_context = _explicit.get  # the innermost, if any
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor given to an op beside DTensors counts as replicated: the same on every rank.
+    """Treats plain tensors that are passed to an op together with DTensors as replicated.
 
-    That it is the same is for the caller to know; nothing checks it.
+    The caller must ensure that they are the same on every rank; this is not checked.
     """
     _replicating.set(_replicating.get() + 1)
     try:
@@ -45,15 +45,15 @@ def replicates_plain() -> bool:
 
 
 class ExplicitRedistributionContext:
-    """Inside, an op that would redistribute one of its inputs by itself raises, before anything is sent.
+    """Makes ops raise that would redistribute one of their inputs implicitly, before anything is sent.
 
-    Calls of `redistribute`, `full_tensor` and their like remain free. A context with `enable=False`
-    inside another lets redistributions pass again.
+    Explicit calls such as `redistribute` and `full_tensor` are allowed. An inner context with `enable=False` allows
+    implicit redistributions again.
 
     Args:
-        enable: False lets redistributions pass within.
-        strict: refuse every redistribution; else only those that communicate, so that cutting a
-            replicated tensor passes.
+        enable: False allows implicit redistributions.
+        strict: forbid every redistribution; otherwise only those that communicate, which cutting a replicated tensor
+            does not.
         mode: "raise" (a RedistributionError) or "warn" (an ImplicitRedistributionWarning).
 
     Raises:
@@ -66,7 +66,9 @@ class ExplicitRedistributionContext:
                 f'ExplicitRedistributionContext got mode={mode!r}, expected "raise" or "warn": choose one'
             )
         self.enable, self.strict, self.mode = enable, strict, mode
-        self._outer: list[ExplicitRedistributionContext | None] = []  # one may be entered again inside itself
+        self._outer: list[
+            ExplicitRedistributionContext | None
+        ] = []  # a context may be entered again inside itself
 
     def __enter__(self) -> ExplicitRedistributionContext:
         self._outer.append(_explicit.get())
@@ -77,7 +79,7 @@ class ExplicitRedistributionContext:
         _explicit.set(self._outer.pop())
 
     def observe(self, op: Any, spec: DTensorSpec, placements: Placements) -> None:
-        """Told before an op moves its input `spec` to `placements`. The same on every rank, as specs are.
+        """Checks an implicit redistribution before it runs. All ranks come to the same result, as specs are equal.
 
         Raises:
             RedistributionError: this context forbids it.
@@ -97,7 +99,7 @@ class ExplicitRedistributionContext:
 
 
 def _communicates(spec: DTensorSpec, placements: Placements) -> bool:
-    """Whether the ranks must exchange anything: not to cut a replica, nor on mesh dims of one rank."""
+    """Whether the redistribution sends anything. Cutting a replica does not, nor do mesh dims of one rank."""
     return any(
         old != new and not old.is_replicate() and ranks > 1
         for old, new, ranks in zip(spec.placements, placements, spec.info.sizes, strict=True)

@@ -1,14 +1,22 @@
-"""How an op on DTensors runs, in the order of the functions below.
+"""Dispatch: how an op on DTensors runs, from the user's call to the kernels on the shards.
 
-1. `torch_function`: every call of a user's, above autograd. Some functions have an answer of their own
-   (`_direct`, `_own`).
-2. If autograd or a mode must see the call, `_through_torch`: torch comes back in `torch_dispatch`.
-3. Else `key_of` makes the call's key of function, specs and static arguments. A plan that was learnt
-   for it (`functions`) runs at once; a call met for the first time goes through torch, recorded (`_record_call`).
-4. `torch_dispatch`: one aten op, below autograd. Its plan is in `plans`, by op, specs and arguments.
-5. On a miss, make_plan.py: the op's rule lists placements, the cheapest row is chosen per mesh dim, and
-   the op on meta tensors tells the result's shape. No row: op by op (composites) or replicated (fallback.py).
-6. `plan.run` (op_plan.py) moves the inputs that must move, runs the op on the shards, wraps what comes out.
+Torch calls a tensor subclass twice: `torch_function` above autograd, for every function that the user calls, and
+`torch_dispatch` below autograd, for every aten op. Both look up a plan, which says how the op runs on the shards.
+
+1. `torch_function` answers functions in `_immediate` and `_overrides` itself.
+2. Calls that autograd or a mode must see go to `_through_torch`. Torch then calls `torch_dispatch` for each op.
+3. Other calls need no autograd. `key_of` makes a key of the function, the specs and the static arguments. If
+   `functions` has a plan for the key, the plan runs at once, without passing through torch.
+4. The first call with a key goes through torch, too. `_record_call` records its ops. If the call was a single op, that
+   op's plan is kept in `functions` (learnt_calls.py says when).
+5. `torch_dispatch` looks up the plan of the op in `plans`, by op, specs and static arguments.
+6. On a miss, make_plan.py builds the plan. The op's rule lists placements that it can compute, the cheapest is chosen
+   for each mesh dim, and the op on meta tensors gives the shapes of the results. Without a rule, `OpInfo.without_plan`
+   runs: composite ops are split into other ops, the rest run on replicated inputs (fallback.py).
+7. `plan.run` (op_plan.py) redistributes inputs if it must, runs the op on the shards and wraps the results.
+
+For example, the first call of `x + y` without gradients takes steps 4 to 7, and each later call with the same specs
+steps 3 and 7. With gradients every call takes steps 2, 5 and 7.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from dtbench_core.dispatch import out_and_resize
 from dtbench_core.dispatch.autograd_grad import backward, backward_of, grad
 from dtbench_core.dispatch.cache_key import Key, key_of, with_numbers
 from dtbench_core.dispatch.learnt_calls import (
-    Recorded,
+    RecordedOp,
     all_by_type,
     plan_of_call,
     takes_one_tensor,
@@ -36,7 +44,7 @@ from dtbench_core.dispatch.op_plan import OpPlan
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.errors import CoreError, NoRuleError
 from dtbench_core.layout import random
-from dtbench_core.layout.wrapper import Wrapper, followed, held_by, let_follow
+from dtbench_core.layout.wrapper import Wrapper, stored_local, update_lenders, written_views
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
@@ -56,31 +64,31 @@ from dtbench_core.torch_compat import (
     is_grad_enabled,
 )
 
-# What is known of ops; the Python functions of which it is known whether the types of their numbers suffice in a key,
-# and those of which they do.
 ops: dict[OpOverload, OpInfo] = {}
-judged: set[Call] = set()
-by_type: set[Call] = set()
-# The plans of ops, and of functions that are one op. None: no rule fits, replicate and run; or recorded, and not fit
-# to be fast.
+# Plans by the key of an op's call. None: no rule fits, so `OpInfo.without_plan` runs.
 plans: dict[Key, OpPlan | None] = {}
+# Plans by the key of a Python function's call. None: the call is not a single op and must go through torch.
 functions: dict[Key, OpPlan | None] = {}
-default_dtype: torch.dtype | None = None  # for which they hold
+default_dtype: torch.dtype | None = None  # the plans hold for this default dtype
+# Functions whose plans hold for all values of a number's type, so that keys contain only the type; and all functions
+# for which this was decided.
+by_type: set[Call] = set()
+classified: set[Call] = set()
 _MISSING: Any = object()
 _detach = torch.ops.aten.detach.default
 
-on_clear(lambda: plans.clear())  # by name: a StageTimer puts others in their place
+on_clear(lambda: plans.clear())  # looked up when called: a StageTimer replaces these dicts
 on_clear(lambda: functions.clear())
-for _cache in (ops, judged, by_type):
+for _cache in (ops, classified, by_type):
     on_clear(_cache.clear, with_rules=True)
 
-# What torch_dispatch has run since torch_function began to record a call; None while nobody records.
-_recorded: PerRank[list[Recorded] | None] = PerRank("dispatch.recorded", lambda: None)
+# The ops that torch_dispatch has run in the call that is being recorded; None if no call is.
+_recorded: PerRank[list[RecordedOp] | None] = PerRank("dispatch.recorded", lambda: None)
 recorded = _recorded.get
 
 
-def _straight(func: Call) -> Call:
-    """`func`, for which DTensors are tensors as others: above autograd nothing else sees the call."""
+def _without_torch_function(func: Call) -> Call:
+    """Returns a function that calls `func` in torch, without `torch_function` for its inner calls."""
     return lambda *args, **kwargs: disabled_torch_function(func, (), args, kwargs)
 
 
@@ -90,22 +98,25 @@ def _is_complex(input: Value) -> bool:
 
 
 def _is_same_size(input: torch.Tensor, other: torch.Tensor) -> bool:
-    return input.shape == other.shape  # of plain tensors, too
+    return input.shape == other.shape  # one of them may be a plain tensor
 
 
 def _refuse_cond(*args: Value, **kwargs: Value) -> Value:
     raise NoRuleError(
-        "got DTensors in torch.cond, of whose branches torch makes one graph of plain tensors; expected Python's if, "
-        "which ends a graph where values decide, or torch.where of what both branches give"
+        "got DTensors in torch.cond, whose branches torch traces into a graph of plain tensors; expected Python's if, "
+        "which ends the graph before it, or torch.where of the results of both branches"
     )
 
 
-# Functions that take nothing but one tensor and numbers, and are answered at once: views, which need torch's tracking,
-# and getters go straight to torch. `is_complex` is called for every parameter in every step of an optimizer.
-_direct: dict[Call, Call] = {torch.split: _straight(torch.Tensor.split), torch.is_complex: _is_complex}
-# Functions that have a way of their own here, most of them because they are several ops to torch and one to us;
-# NotImplemented sends a call the common way.
-_own: dict[Call, Call] = {
+# Functions of one tensor and numbers that need neither a key nor a check of the arguments. Views go straight to torch,
+# which must track them, and so do getters. Optimizers call `is_complex` for every parameter in every step.
+_immediate: dict[Call, Call] = {
+    torch.split: _without_torch_function(torch.Tensor.split),
+    torch.is_complex: _is_complex,
+}
+# Functions that are implemented here, most of them because torch splits them into several ops. They may return
+# NotImplemented: the call then takes the usual way.
+_overrides: dict[Call, Call] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
     torch.nn.functional.dropout: random.dropout,
@@ -122,11 +133,11 @@ _own: dict[Call, Call] = {
     torch.ops.higher_order.cond: _refuse_cond,
     torch.is_same_size: _is_same_size,
     torch.Tensor.is_same_size: _is_same_size,
-    # What torch makes of `1 / x`: as two calls, whose plans hold for all values of the number.
+    # `1 / x`, as two calls whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }
-# Those that go it also where a mode looks on, as they hide no op from it.
-_under_modes = {
+# Overrides that also run under a dispatch mode, since they hide no op from it.
+_overrides_under_modes = {
     torch.autograd.grad,
     torch.autograd.backward,
     torch.Tensor.backward,
@@ -137,8 +148,8 @@ _under_modes = {
     torch.ops.higher_order.cond,
 }
 if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
-    _own[torch.nn.functional.linear_cross_entropy] = cross_entropy.linear_cross_entropy
-    _under_modes.add(torch.nn.functional.linear_cross_entropy)
+    _overrides[torch.nn.functional.linear_cross_entropy] = cross_entropy.linear_cross_entropy
+    _overrides_under_modes.add(torch.nn.functional.linear_cross_entropy)
 
 
 # ---- above autograd ----
@@ -147,15 +158,15 @@ if hasattr(torch.nn.functional, "linear_cross_entropy"):  # from torch 2.13 on
 def torch_function(
     cls: type[Wrapper], func: Call, types: Any, args: Args = (), kwargs: Value = None
 ) -> Value:
-    """`DTensor.__torch_function__`: a user's call, above autograd."""
-    direct = _direct.get(func)
-    if direct is not None:
-        return direct(*args, **kwargs) if kwargs else direct(*args)
+    """Runs a user's call, above autograd: `DTensor.__torch_function__`."""
+    immediate = _immediate.get(func)
+    if immediate is not None:
+        return immediate(*args, **kwargs) if kwargs else immediate(*args)
     if kwargs is None:
         kwargs = {}
-    own = _own.get(func)
-    if own is not None and (func in _under_modes or not modes_active()):
-        result = own(*args, **kwargs)
+    override = _overrides.get(func)
+    if override is not None and (func in _overrides_under_modes or not modes_active()):
+        result = override(*args, **kwargs)
         if result is not NotImplemented:
             return result
     if (is_grad_enabled() and _requires_grad(args, kwargs)) or modes_active():
@@ -163,7 +174,7 @@ def torch_function(
     key, locals_, local_kwargs = key_of(cls, func, func in by_type, args, kwargs)
     try:
         plan = functions.get(key, _MISSING)
-    except TypeError:  # an argument that cannot be hashed: not a call to remember
+    except TypeError:  # an argument cannot be hashed, so no plan can be kept
         plan, key = _MISSING, ()
     if plan is None:
         return _through_torch(cls, func, args, kwargs)
@@ -175,7 +186,7 @@ def torch_function(
 
 
 def _requires_grad(args: Args, kwargs: Kwargs) -> bool:
-    """Whether autograd must see the call. torch's own test looks into lists, but not into tuples."""
+    """Whether autograd must see the call. torch's own check looks into lists, but not into tuples."""
     if any_requires_grad(*args, **kwargs) if kwargs else any_requires_grad(*args):
         return True
     for a in (*args, *kwargs.values()) if kwargs else args:  # noqa: SIM110 - a generator costs 0.3 us
@@ -185,7 +196,7 @@ def _requires_grad(args: Args, kwargs: Kwargs) -> bool:
 
 
 def modes_active() -> bool:
-    """Whether somebody besides autograd must see the call."""
+    """Whether a dispatch mode, autocast, torch.func or forward-mode autograd must see the call."""
     return (
         dispatch_modes_active() > 0
         or any_autocast()
@@ -195,6 +206,7 @@ def modes_active() -> bool:
 
 
 def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> Value:
+    """Calls torch's function, whose ops come back in `torch_dispatch`."""
     if mixes_plain(cls, func, args, kwargs):
         return with_replicas(cls, func, args, kwargs)
     try:
@@ -210,52 +222,54 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
             "class of tensors defines its ops; expected torch.compile or torch.export's AOTAutograd, "
             "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
         ) from error
-    if followers := followed.get():
-        let_follow(followers)
+    if written := written_views.get():
+        update_lenders(written)
     if args and result is args[0]:
-        return _as_another(func, result)
+        return _as_new_result(func, result)
     return result
 
 
-def _as_another(func: Call, result: Value) -> Value:
-    """What a function with nothing to do gave back (`contiguous`), as a tensor of its own in a graph that is traced, as
-    torch gives out no wrapper twice."""
+def _as_new_result(func: Call, result: Value) -> Value:
+    """Returns another tensor object if a function such as `contiguous` returned its argument in a traced graph.
+
+    Torch cannot return the same wrapper twice from a graph.
+    """
     if (
         not isinstance(result, Wrapper)
         or getattr(func, "__name__", "").endswith("_")
-        or not is_functional(held_by(result))
+        or not is_functional(stored_local(result))
     ):
         return result
     return result.view_as(result)
 
 
 def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
-    """Runs the call through torch and remembers it, if it can. See learnt_calls.py."""
-    outer = recorded()
-    ran: list[Recorded] = []
+    """Runs the call through torch, and keeps the plan for later calls with this key if it was a single op."""
+    outer_record = recorded()
+    ran: list[RecordedOp] = []
     _recorded.set(ran)
     try:
         with DisableTorchFunction():
             result = (
                 out_and_resize.call_with_out(func, args, kwargs) if "out" in kwargs else func(*args, **kwargs)
             )
-        seen = without_detach(ran)
+        run_ops = without_detach(ran)
     finally:
-        _recorded.set(outer)
-    if not seen or any(plan and plan.info.aliases for plan, *_ in seen):
+        _recorded.set(outer_record)
+    if not run_ops or any(plan and plan.info.aliases for plan, *_ in run_ops):
         if takes_one_tensor(func):
-            _direct[func] = _straight(func)
+            _immediate[func] = _without_torch_function(func)
         elif key:
             cache_put(functions, key, None)
         return result
     if not key:
         return result
-    fit = plan_of_call(func, args, kwargs, seen, result)
-    if fit is not None and func not in judged:
-        judged.add(func)
+    fit = plan_of_call(func, args, kwargs, run_ops, result)
+    if fit is not None and func not in classified:
+        classified.add(func)
         if all_by_type(func):
             by_type.add(func)
-            return result  # the key at hand holds numbers by value: remember the next call
+            return result  # this key contains the values of numbers: the next call is recorded instead
     cache_put(functions, key, fit)
     return result
 
@@ -266,13 +280,13 @@ def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
 def torch_dispatch(
     cls: type[Wrapper], op: OpOverload, types: Any, args: Args = (), kwargs: Kwargs | None = None
 ) -> Value:
-    """`DTensor.__torch_dispatch__`: one aten op, below autograd."""
+    """Runs one aten op, below autograd: `DTensor.__torch_dispatch__`."""
     if kwargs is None:
         kwargs = {}
     info = ops.get(op)
     if info is None:
         info = ops[op] = OpInfo(op)
-    # A call that is recorded may end with a detach, whose plan `without_detach` looks at.
+    # While a call is recorded, detach needs its plan: `without_detach` looks at it.
     if info.handler is not None and (op is not _detach or recorded() is None):
         result = info.handler(torch_dispatch, cls, op, args, kwargs)
         if result is not NotImplemented:
@@ -281,14 +295,14 @@ def torch_dispatch(
             return result
     global default_dtype
     if default_dtype is not get_default_dtype():
-        # It decides what an integer tensor times a float gives, so plans hold for one.
+        # The dtype of an integer tensor times a float depends on it.
         default_dtype = get_default_dtype()
         clear_caches()
     key, locals_, local_kwargs = key_of(cls, info, info.by_type, args, kwargs)
     plan: OpPlan | None
     try:
         plan = plans.get(key, _MISSING)
-    except TypeError:  # an argument that cannot be hashed, so no plan can be kept
+    except TypeError:  # an argument cannot be hashed, so no plan can be kept
         if (numbers := with_numbers(args, kwargs)) is not None:
             return torch_dispatch(cls, op, types, *numbers)
         plan = None
@@ -309,5 +323,5 @@ def torch_dispatch(
 
 
 def cache_info() -> dict[str, int]:
-    """How many plans are held, per op and per Python function, and the bound of each."""
+    """Returns the number of plans of ops ("plans") and of functions ("fast"), and the maximum of each ("bound")."""
     return {"plans": len(plans), "fast": len(functions), "bound": runtime.MAX_PLANS}

@@ -1,8 +1,8 @@
-"""Replicate-and-run: the way an op runs that has no sharding rule, or none for its placements.
+"""Fallback for ops without a sharding rule for their placements: replicate the inputs and run.
 
-Every rank gathers the inputs, runs the op on whole tensors and keeps the whole result. It is right for
-every op, and costs communication and memory; so each use is counted, and the first of each op warns.
-A tensor that the op writes to gets its own part of the written values back.
+Every rank gathers the inputs, runs the op on global tensors and keeps the global result. This is right for every op but
+costs communication and memory, so each use is counted and the first use of each op warns. Of a tensor that the op
+writes to, each rank stores its own part.
 """
 
 from __future__ import annotations
@@ -52,31 +52,36 @@ class FallbackWarning(UserWarning):
 
 @dataclass(slots=True, eq=False)
 class FallbackLog:
-    """How often ops ran on replicated inputs, and which of them warned."""
+    """Uses of the fallback.
+
+    Attributes:
+        counts: number of uses per op.
+        warned: ops that have warned.
+    """
 
     counts: Counter[OpOverload] = field(default_factory=Counter)
     warned: set[OpOverload] = field(default_factory=set)
 
 
-seen: PerRank[FallbackLog] = PerRank("dispatch.fallbacks", FallbackLog)
+logs: PerRank[FallbackLog] = PerRank("dispatch.fallbacks", FallbackLog)
 
 
 def fallbacks() -> Counter[OpOverload]:
-    """How often each op ran on replicated inputs in this process."""
-    return Counter(seen.get().counts)
+    """Returns how often each op ran on replicated inputs in this process."""
+    return Counter(logs.get().counts)
 
 
 def clear_fallbacks() -> None:
-    """Forgets the counts, so that each op warns again."""
-    seen.get().counts.clear()
-    seen.get().warned.clear()
+    """Clears the counts, so that each op warns again."""
+    logs.get().counts.clear()
+    logs.get().warned.clear()
 
 
 def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
-    """`op` on whole tensors, the same on every rank; tensor results are replicated.
+    """Runs `op` on global tensors, the same on every rank. Tensor results are replicated.
 
     Raises:
-        PlacementError: the op writes to copied views, which it may not (redistribute/copied_view.py).
+        PlacementError: the op writes to a copied view whose base the write cannot reach.
         NoRuleError: the op changes the shape of a tensor that it writes to.
     """
     written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
@@ -84,7 +89,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     if written:
         refuse_overlap(op, written, args, kwargs, {})
     _report(op)
-    whole: dict[int, torch.Tensor] = {}  # id of each DTensor -> its full values
+    full_values: dict[int, torch.Tensor] = {}  # id(DTensor) -> its global values
     distributed: list[Wrapper] = []
     mesh: MeshInfo | None = None
 
@@ -93,20 +98,20 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
         if not isinstance(leaf, Wrapper):
             return leaf
         mesh = leaf._spec.info
-        if id(leaf) not in whole:
+        if id(leaf) not in full_values:
             if (context := contexts.explicit_context()) is not None:
                 context.observe(op, leaf._spec, (REPLICATE,) * mesh.ndim)
-            whole[id(leaf)] = gathered(leaf, copied=any(leaf is one for one in written))
-            if _reads_gaps(op, leaf, whole[id(leaf)]):
+            full_values[id(leaf)] = gathered(leaf, copied=any(leaf is tensor for tensor in written))
+            if _reads_gaps(op, leaf, full_values[id(leaf)]):
                 raise NoRuleError(
-                    f"{op} got {leaf._spec} of strides {list(leaf._spec.stride)}, whose memory has gaps that no rank "
-                    "knows whole; expected a dense tensor: take contiguous() of it before"
+                    f"{op} got {leaf._spec} of strides {list(leaf._spec.stride)}, whose memory has gaps with values "
+                    "that no rank has; expected a dense tensor: take contiguous() of it before"
                 )
             distributed.append(leaf)
-        return whole[id(leaf)]
+        return full_values[id(leaf)]
 
     full_args, full_kwargs = tree_map(unwrap, (list(args), kwargs))
-    assert mesh is not None  # dispatch comes here with a DTensor only
+    assert mesh is not None  # dispatch calls this for DTensors only
     if mesh.coordinate is None:
         return _outside(cls, op, args, kwargs, mesh, written)
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -116,23 +121,27 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
         result = drawn(mesh, None, lambda: op(*full_args, **full_kwargs))
     else:
         result = op(*full_args, **full_kwargs)
-    for one in written:
-        _write_back(op, one, whole[id(one)])
-        count_write(one)
-        store_to_base(one)
-    for_written = {id(whole[id(one)]): one for one in written}
+    for tensor in written:
+        _write_back(op, tensor, full_values[id(tensor)])
+        count_write(tensor)
+        store_to_base(tensor)
+    for_written = {id(full_values[id(tensor)]): tensor for tensor in written}
     views = any(r.alias_info is not None for r in op._schema.returns)
-    moved = [t for t in distributed if whole[id(t)] is not t._local_tensor or is_copied(t)]
+    moved = [t for t in distributed if full_values[id(t)] is not t._local_tensor or is_copied(t)]
     if not views or not moved:
         return _wrapped(cls, result, mesh, for_written)
-    full = None if moved[0]._spec.has_partial() else Gathered(whole[id(moved[0])], (REPLICATE,) * mesh.ndim)
+    full = (
+        None
+        if moved[0]._spec.has_partial()
+        else Gathered(full_values[id(moved[0])], (REPLICATE,) * mesh.ndim)
+    )
     return _wrapped(cls, result, mesh, for_written, moved[0], full)
 
 
 def _outside(
     cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs, mesh: MeshInfo, written: list[Wrapper]
 ) -> Value:
-    """What `run` gives on a rank outside the mesh (see outside_mesh.py): metadata, and the written tensors."""
+    """Returns the results of `run` on a rank outside the mesh (see outside_mesh.py): empty parts with the metadata."""
     if torch.Tag.nondeterministic_seeded in op.tags:
         outside.keep_in_step(op, args, kwargs)
     call = describe(op, args, kwargs)
@@ -146,21 +155,24 @@ def _outside(
         return written[0] if structure == "tensor" else tuple(written)
     replicated = (REPLICATE,) * mesh.ndim
     specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
-    where = device_of_results(args, kwargs, mesh.device_type)
-    results = [None if s is None else wrap(cls, empty_part(s, where), s) for s in specs]
+    device = device_of_results(args, kwargs, mesh.device_type)
+    results = [None if s is None else wrap(cls, empty_part(s, device), s) for s in specs]
     return tuple(results) if structure == "list" else results[0]
 
 
 def _reads_gaps(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> bool:
-    """Whether the op reads memory by strides of its own, and that of `tensor` was not kept."""
+    """Whether the op reads memory between the elements of `tensor`, which gathering does not keep."""
     spec = tensor._spec
     dense = preserved_stride(tuple(spec.shape), spec.stride) == spec.stride
     return op._schema.name.startswith("aten::as_strided") and not dense and full is not tensor._local_tensor
 
 
 def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
-    """The full values of `tensor`, outside autograd: its own memory where it is replicated already, else to be
-    written to only if `copied`."""
+    """Returns the global values of `tensor`, outside autograd.
+
+    Args:
+        copied: whether the caller may write to the result. It still shares memory with a replicated `tensor`.
+    """
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim
     route = cheapest_route(spec, replicated)
@@ -170,10 +182,10 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
 
 
 def _report(op: OpOverload) -> None:
-    here = seen.get()
-    here.counts[op] += 1
-    if op not in here.warned:
-        here.warned.add(op)
+    log = logs.get()
+    log.counts[op] += 1
+    if op not in log.warned:
+        log.warned.add(op)
         warnings.warn(
             f"no sharding rule covers {op} with these placements: it runs on replicated inputs on every rank, which is "
             "right but costs communication and memory; register_sharding can give it a rule",
@@ -183,7 +195,7 @@ def _report(op: OpOverload) -> None:
 
 
 def _write_back(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> None:
-    """This rank's part of `full` into `tensor`'s shard."""
+    """Stores this rank's part of `full` in `tensor`'s shard."""
     spec = tensor._spec
     if tuple(full.shape) != tuple(spec.shape):
         raise NoRuleError(
@@ -200,7 +212,7 @@ def store(tensor: Wrapper, full: torch.Tensor) -> None:
     source = DTensorSpec.of(spec.info, (REPLICATE,) * spec.info.ndim, full.shape, full.stride(), full.dtype)
     local, part = tensor._local_tensor, run_route(full, cheapest_route(source, spec.placements))
     for dim, step in enumerate(local.stride()):
-        if step == 0 and local.size(dim):  # an expanded one: one place for all
+        if step == 0 and local.size(dim):  # all elements of an expanded dim are one in memory
             local, part = local.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
     local.copy_(part)
 
@@ -213,9 +225,12 @@ def _wrapped(
     base: Wrapper | None = None,
     full: Gathered | None = None,
 ) -> Value:
-    """`result` with replicated DTensors for its tensors, and the written tensors themselves.
+    """Returns `result` with replicated DTensors in place of its tensors.
 
-    base: what the results were to be views of, but that had to be gathered, as `full`.
+    Args:
+        written: id of the global values -> the DTensor that the op wrote to, which is returned itself.
+        base: tensor that had to be gathered, if the results are views of it.
+        full: its gathered values.
     """
     replicated = (REPLICATE,) * mesh.ndim
 

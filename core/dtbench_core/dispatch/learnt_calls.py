@@ -1,8 +1,8 @@
-"""Which Python functions may be answered by the plan of one op, without passing through torch.
+"""Decides which Python functions can use the plan of one op, without passing through torch.
 
-A call is learnt by recording it. If a function, called without autograd, arrives in `torch_dispatch` as
-exactly one op that got just the function's tensors and numbers, and that op does not alias its inputs
-(views need torch's view and version tracking), the op's plan is remembered for the function too.
+dispatch/entry.py records the ops of a function's first call. The op's plan is kept for the function, too, if the call
+was exactly one op with just the function's tensors and numbers, and the op is no view: views need torch's view and
+version tracking.
 """
 
 from __future__ import annotations
@@ -12,67 +12,69 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core.dispatch.op_info import OpInfo, numbers_by_type
-from dtbench_core.dispatch.op_plan import OpPlan, gives_list
+from dtbench_core.dispatch.op_plan import OpPlan, returns_list
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 
-# An op that ran, as (plan, args, kwargs, result); the plan is None for one that ran without.
-Recorded = tuple[OpPlan | None, Args, Kwargs, Value]
+# (plan, args, kwargs, result) of an op that ran; its plan is None if it ran without one.
+RecordedOp = tuple[OpPlan | None, Args, Kwargs, Value]
 
 
 aten = torch.ops.aten
 
 
 def plan_of_call(
-    func: Call, args: Args, kwargs: Kwargs, seen: list[Recorded], result: Value
+    func: Call, args: Args, kwargs: Kwargs, recorded: list[RecordedOp], result: Value
 ) -> OpPlan | None:
-    """The plan of the whole call, if the call was one functional op."""
-    if "requires_grad" in kwargs or len(seen) != 1:  # the op does not hear of the former
+    """Returns the plan for the function call, or None if the plan of an op cannot stand for it."""
+    if "requires_grad" in kwargs or len(recorded) != 1:  # torch handles requires_grad outside the op
         return None
-    plan, op_args, op_kwargs, op_result = seen[0]
+    plan, op_args, op_kwargs, op_result = recorded[0]
     if plan is None or _copies_if_it_must(func, plan.info.op, op_args, result):
         return None
-    if isinstance(op_result, tuple):  # of layer_norm's three results the caller sees one
-        shown = [index for index, one in enumerate(op_result) if one is result]
+    if isinstance(op_result, tuple):  # F.layer_norm returns one of the op's three results
+        shown = [index for index, item in enumerate(op_result) if item is result]
         if len(shown) != 1:
             return None
-        plan = plan.showing(shown[0])
-    elif isinstance(op_result, list):  # torch's function makes a tuple of it
+        plan = plan.for_result(shown[0])
+    elif isinstance(op_result, list):  # torch's function converts it to a tuple
         if not isinstance(result, tuple) or list(map(id, result)) != list(map(id, op_result)):
             return None
     elif result is not (op_result if plan.info.op._schema.returns else _returned_value(plan.info, args)):
         return None
     writes = plan.info.mutated and (plan.info.returned is not None or plan.out is None)
-    # A rule's own local op replaces the op, not the function.
+    # A local op of a rule replaces the op and would not run in place of the function.
     fit = plan.functional or (writes and plan.kernel is plan.info.kernel)
     return plan.for_function() if fit and _accounts_for(args, kwargs, op_args, op_kwargs, plan) else None
 
 
 def _copies_if_it_must(func: Call, op: OpOverload, op_args: Args, result: Value) -> bool:
-    """Whether the function gives back its tensor where that lies in memory as asked, such as `contiguous`: a shard may
-    lie so where the whole does not."""
+    """Whether the function returns its tensor unchanged if the strides already fit, as `contiguous` does.
+
+    A shard's strides may fit where those of the global tensor do not.
+    """
     if op is aten.clone.default:
         return getattr(func, "__name__", "") != "clone"
     return op is aten._to_copy.default and result.dtype == op_args[0].dtype
 
 
-def without_detach(seen: list[Recorded]) -> list[Recorded]:
-    """What was recorded; of functions that detach what an op has made, as those that end in `_like`, the op alone."""
-    if len(seen) != 2:
-        return seen
-    (plan, args, kwargs, first), (then, (source, *_), _, result) = seen
-    if plan is None or then is None:
-        return seen
-    detached = then.info.op is aten.detach.default and source is first and plan.info.functional
-    return [(plan, args, kwargs, result)] if detached else seen
+def without_detach(recorded: list[RecordedOp]) -> list[RecordedOp]:
+    """Returns the recorded ops without a final detach of the first op's result, as functions named `..._like` make."""
+    if len(recorded) != 2:
+        return recorded
+    (plan, args, kwargs, first), (second_plan, (source, *_), _, result) = recorded
+    if plan is None or second_plan is None:
+        return recorded
+    detached = second_plan.info.op is aten.detach.default and source is first and plan.info.functional
+    return [(plan, args, kwargs, result)] if detached else recorded
 
 
 def _returned_value(info: OpInfo, args: Args) -> Value:
-    """What torch's function of an op without results gives."""
-    return args[0] if gives_list(info) else None
+    """Returns the result of torch's function of an op without results."""
+    return args[0] if returns_list(info) else None
 
 
 def _ops_named_like(func: Call) -> list[OpOverload]:
-    """Every aten op of the function's name that starts with a tensor, or a list of them, `out=` forms aside."""
+    """Returns the aten ops of the function's name whose first argument is a tensor or a list; without `out=` forms."""
     name = getattr(func, "__name__", "")
     if not name.startswith(("_foreach_", "_fused_")):
         name = name.strip("_")
@@ -82,13 +84,16 @@ def _ops_named_like(func: Call) -> list[OpOverload]:
 
 
 def all_by_type(func: Call) -> bool:
-    """Whether no value of a number matters to any of those ops: `torch.max` also has one with a dim."""
+    """Whether plans of all ops of the function's name hold for all values of a number's type.
+
+    Not for `torch.max`, for example: one of its ops takes a dim.
+    """
     ops = _ops_named_like(func)
     return bool(ops) and all(numbers_by_type(op) or _takes_tensors_alone(op) for op in ops)
 
 
 def takes_one_tensor(func: Call) -> bool:
-    """Whether no call of the function can hold a second tensor: getters, and ops such as `transpose`."""
+    """Whether no call of the function can contain a second tensor, as for getters and `transpose`."""
     if getattr(func, "__name__", "") == "__get__":
         return True
     ops = _ops_named_like(func)
@@ -105,10 +110,10 @@ def _takes_tensor(op: OpOverload) -> bool:
 
 
 def _accounts_for(args: Args, kwargs: Kwargs, op_args: Args, op_kwargs: Kwargs, plan: OpPlan) -> bool:
-    """Whether the op got just the function's tensors and no number but the function's own.
+    """Whether the op got exactly the function's tensors, and no numbers but the function's.
 
-    A number of another origin may come from the global shape, and would be wrong for a shard. The
-    order of the tensors matters where the plan moves some of them: it counts them.
+    Any other number may come from the global shape and would be wrong for a shard. The tensors must have the same order
+    if the plan moves some of them, as moves go by position.
     """
     leaves = tree_leaves((list(args), dict(sorted(kwargs.items()))))
     used = tree_leaves((list(op_args), dict(sorted(op_kwargs.items()))))

@@ -1,4 +1,4 @@
-"""Making a plan: what an op on given specs does, worked out once and kept (op_plan.py says how it runs)."""
+"""Builds the plan of an op for given specs and static arguments (op_plan.py says how plans run)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dtbench_core.layout import random
 from dtbench_core.layout.local_shards import holds_shards
 from dtbench_core.layout.placement import Placements, local_extents
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Wrapper, stored_local
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.redistribute import routes
 from dtbench_core.redistribute.copied_view import copied_view, is_copied, refuse_writes
@@ -36,13 +36,13 @@ from dtbench_core.torch_compat import dispatch_modes_active
 
 
 def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
-    """The plan of `info.op` for these arguments, or None: no rule fits, replicate and run (fallback.py).
+    """Returns the plan of `info.op` for these arguments, or None if no rule fits and fallback.py must run it.
 
-    Every rank builds the same one, or raises.
+    Every rank builds the same plan, or raises.
 
     Raises:
-        MeshError: the DTensors live on different meshes. PlacementError: a write that cannot reach the base of a
-            copied view.
+        MeshError: the DTensors are on different meshes.
+        PlacementError: a write that cannot reach the base of a copied view.
     """
     written = written_by(info.mutated, args, kwargs) if info.mutated else []
     refuse_writes(written)
@@ -51,23 +51,23 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
     call = describe(info.op, args, kwargs)
     if isinstance(info.returned, str):
         return _build_out(info, call, to_copy=to_copy)
-    find = rules.find_rule(info.op)
-    if find is None:
+    rule = rules.find_rule(info.op)
+    if rule is None:
         return None
     try:
         call.outputs, structure = results_of(info.op, call.args, call.kwargs, info.elementwise)
-        strategy = find(call)
+        strategy = rule(call)
         chosen = strategy.exact_placements
         if (
             chosen is None
             and (rows := rules.choose_rows(call, strategy, _written_inputs(info, call))) is not None
         ):
             chosen = placements_by_tensor(rows)
-    except NotImplementedError:  # the shape depends on the values, or torch has no meta kernel
+    except NotImplementedError:  # the shape depends on values, or torch has no meta kernel
         return None
     except CoreError:
         raise
-    except Exception as error:  # meta kernels say some things otherwise, or not at all
+    except Exception as error:  # the message of a meta kernel may differ from the kernel's
         if dispatch_modes_active():
             raise
         plain = error_of_plain(info.op, call.args, call.kwargs, otherwise=error)
@@ -81,11 +81,11 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
 
 
 def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
-    """The plan of `op(..., out=x)` where the op's rule can leave its result just where `x` lies."""
+    """Returns the plan of `op(..., out=x)` if the op's rule can give its result the placements of `x`, else None."""
     functional, name = out_and_resize.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
-    find = rules.find_rule(functional) if functional is not None else None
-    if functional is None or find is None or not isinstance(out, DTensorSpec) or len(call.kwargs) > 1:
+    rule = rules.find_rule(functional) if functional is not None else None
+    if functional is None or rule is None or not isinstance(out, DTensorSpec) or len(call.kwargs) > 1:
         return None
     plain = OpCall(functional, call.args, {}, call.inputs[:-1])  # keyword arguments come last
     try:
@@ -94,7 +94,7 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
         )
     except NotImplementedError:
         return None
-    strategy, meta = find(plain), plain.outputs[0]
+    strategy, meta = rule(plain), plain.outputs[0]
     fits = structure == "tensor" and meta is not None and (meta.shape, meta.dtype) == (out.shape, out.dtype)
     if (
         not fits
@@ -153,10 +153,10 @@ def _plan_for(
         moved = tuple(s if p == s.placements else s.with_placements(p) for s, p in pairs)
         local_op = strategy.localize(PlacedSpecs(moved, tuple(specs)))
     agreeing = value_check.raise_on_all_ranks(call, inputs)
-    if not info.aliases and not info.random:  # a random op's rank would fall out of step
+    if not info.aliases and not info.random:  # all ranks must draw random numbers
         makes = out is not None and info.functional
         empty = makes and all(s is None or 0 in s.local_shape for s in specs)
-        # Where something is computed for this rank, the op itself may refuse what that does not.
+        # A local op made for this rank may accept arguments that the op refuses.
         ask = agreeing is None and (empty or strategy.localize is None)
         refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if ask else None
         if empty:
@@ -173,11 +173,11 @@ def _plan_for(
 
 
 def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
-    """What brings the inputs to these placements."""
+    """Returns the redistributions that give the inputs these placements."""
     return tuple(
-        Move(index, routes.cheapest_route(spec, wanted), spec, wanted)
-        for index, (spec, wanted) in enumerate(zip(call.inputs, inputs, strict=True))
-        if wanted != spec.placements
+        Move(index, routes.cheapest_route(spec, target), spec, target)
+        for index, (spec, target) in enumerate(zip(call.inputs, inputs, strict=True))
+        if target != spec.placements
     )
 
 
@@ -188,11 +188,14 @@ def _refusal_elsewhere(
     inputs: Sequence[Placements],
     outputs: Sequence[Placements],
 ) -> Exception | None:
-    """What other ranks' kernels refuse, whatever the values are, where this rank holds nothing of a tensor."""
+    """Returns the error that other ranks' kernels raise for any values, if this rank's shard of a tensor is empty.
+
+    This rank's kernel would not raise, and the others would wait for it in the next collective.
+    """
     mesh = call.inputs[0].info
-    here = mesh.my_coordinate()
+    coordinate = mesh.my_coordinate()
     shapes = itertools.chain(*rank_check.placed_shapes(call, inputs, outputs))
-    nothing = any(0 in local_extents(shape, p, mesh.sizes, here)[0] for shape, p in shapes)
+    nothing = any(0 in local_extents(shape, p, mesh.sizes, coordinate)[0] for shape, p in shapes)
     if not nothing or info.by_type:  # by_type: asked at every call
         return None
     return rank_check.refusal_of_others(call, strategy, inputs, outputs)
@@ -208,28 +211,32 @@ def _raising(refusal: Exception) -> Call:
 def _empty_results(
     info: OpInfo, op: Call, specs: Sequence[DTensorSpec | None], refusal: Exception | None, *, several: bool
 ) -> Call:
-    """Stands for the op on a rank whose results are empty: many kernels raise or warn there, and a rank
-    that raises alone leaves the others waiting. Shards, empty ones too, define which ops they support.
+    """Returns a function that runs in place of the op on a rank whose results are empty.
 
-    refusal: what the other ranks' kernels raise, once all inputs have moved."""
+    Many kernels raise or warn on empty tensors, and the other ranks would wait for a rank that raises alone. A
+    `LocalShardsWrapper`, empty or not, runs the op itself, as it defines which ops it supports.
+
+    Args:
+        refusal: error that the other ranks' kernels raise after all inputs have moved.
+    """
     mesh = next(s.info for s in specs if s is not None)
 
     def make(*args: object, **kwargs: object) -> Value:
         if refusal is not None:
             raise refusal
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        if any(holds_shards(one) for one in tensors):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(holds_shards(tensor) for tensor in tensors):
             return op(*args, **kwargs)
         if info.by_type and (refused := rank_check.refusal_of_numbers(info.op, args, kwargs)) is not None:
             raise refused
-        where = torch.device(device_of_results(args, kwargs, mesh.device_type))
-        near = [one for one in tensors if one.device.type == where.type]
+        device = torch.device(device_of_results(args, kwargs, mesh.device_type))
+        near = [tensor for tensor in tensors if tensor.device.type == device.type]
         empty = [
             None
             if s is None
             else comm.full_ordered_after(near, s.local_shape, 0, s.dtype)
             if near
-            else torch.empty(s.local_shape, dtype=s.dtype, device=where)
+            else torch.empty(s.local_shape, dtype=s.dtype, device=device)
             for s in specs
         ]
         return tuple(empty) if several else empty[0]
@@ -238,7 +245,7 @@ def _empty_results(
 
 
 def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
-    """Indices among the tensor inputs of those that are written, which must stay where they are."""
+    """Returns the indices of the tensor inputs that the op writes to. Their placements cannot change."""
     written: list[DTensorSpec] = []
     for position, name in info.mutated:
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
@@ -254,41 +261,48 @@ def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
 def first_run(
     plan: OpPlan, cls: type[Wrapper], args: Args, kwargs: Kwargs, locals_: list[Value], local_kwargs: Kwargs
 ) -> tuple[OpPlan, Any]:
-    """(the plan to keep, the result): a rule that misjudges a shape must not pass silently. Nor a local op that
-    copies, on these shards, where the op gives a view, or that leaves its result otherwise in memory than it does
-    on the whole: that is put right on this rank, as the others need not see the same.
+    """Runs a new plan and checks the local results against the specs of the rule.
+
+    Local ops may copy where the op gives a view, or leave other strides than on the global tensor. This depends on the
+    shards, so the plan is changed on this rank only.
+
+    Returns:
+        (the plan to keep, the result).
 
     Raises:
-        CoreError: a local result that is not the shard its spec says.
+        CoreError: a local result has another shape or dtype than its spec says.
     """
     base = args[0] if args else None
     result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
     several = isinstance(result, (list, tuple))
     wrapped = [r for r in (result if several else (result,)) if isinstance(r, Wrapper)]
-    for one in wrapped:
-        local, spec = held_by(one), one._spec
+    for tensor in wrapped:
+        local, spec = stored_local(tensor), tensor._spec
         if tuple(local.shape) != spec.local_shape or local.dtype != spec.dtype:
             raise CoreError(
                 f"the rule of {plan.info.op} is wrong: the local result is {local.dtype} {list(local.shape)}, but "
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
-    in_order = all(holds_shards(held_by(one)) or one._spec.lays_out(held_by(one)) for one in wrapped)
+    in_order = all(
+        holds_shards(stored_local(tensor)) or tensor._spec.lays_out(stored_local(tensor))
+        for tensor in wrapped
+    )
     if not plan.info.aliases and not plan.writes and not in_order:
         plan = plan.with_spec_strides()
-        for one in wrapped:
-            one._local_tensor = with_spec_strides(held_by(one), one._spec)
-    if not plan.info.aliases or any(is_copied(one) for one in wrapped) or not isinstance(base, Wrapper):
+        for tensor in wrapped:
+            tensor._local_tensor = with_spec_strides(stored_local(tensor), tensor._spec)
+    if not plan.info.aliases or any(is_copied(tensor) for tensor in wrapped) or not isinstance(base, Wrapper):
         return plan, result
-    if all(_shares_memory(held_by(one), held_by(base)) for one in wrapped):
+    if all(_shares_memory(stored_local(tensor), stored_local(base)) for tensor in wrapped):
         return plan, result
-    copies = [copied_view(cls, held_by(one), one._spec, base) for one in wrapped]
-    for copy, one in zip(copies, wrapped, strict=True):  # of the base's memory, as these
-        copy._memory = one._memory
-    return plan.copying(), result.__class__(copies) if several else copies[0]
+    copies = [copied_view(cls, stored_local(tensor), tensor._spec, base) for tensor in wrapped]
+    for copy, tensor in zip(copies, wrapped, strict=True):  # a view of the same memory
+        copy._memory = tensor._memory
+    return plan.as_copied_views(), result.__class__(copies) if several else copies[0]
 
 
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to the one shows in the other; True where there is nothing to write, or no memory to ask."""
-    if one.numel() == 0 or one.__class__ is not torch.Tensor or one.device.type == "meta":
+def _shares_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether a write to one tensor changes the other. True for tensors without elements or without memory."""
+    if first.numel() == 0 or first.__class__ is not torch.Tensor or first.device.type == "meta":
         return True
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()

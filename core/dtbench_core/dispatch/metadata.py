@@ -1,8 +1,8 @@
-"""What an op writes to, and the global shape, stride and dtype of its results, from those of its inputs.
+"""Computes which arguments an op writes to, and the global shape, stride and dtype of its results.
 
-In general the op itself answers, run on meta tensors. torch's meta kernels are Python and take hundreds
-of microseconds; so the commonest case, an elementwise op on dense tensors, is answered from a twin of
-the call whose tensors have no elements, and the slowest of the common ones, layer norm, here.
+In general the op runs on meta tensors. torch's meta kernels are written in Python and take hundreds of microseconds.
+So elementwise ops on dense tensors, the most common case, run on tensors without elements instead, and the result of
+layer norm, the slowest common op, is computed here.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ Written = tuple[tuple[int, str], ...]
 
 @functools.cache
 def written_arguments(op: OpOverload) -> Written:
-    """(position, name) of the arguments that `op` writes to."""
+    """Returns (position, name) of the arguments that `op` writes to."""
     arguments = enumerate(op._schema.arguments)
     return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def written_by(arguments: Written, args: Args, kwargs: Kwargs) -> list[Wrapper]:
-    """The DTensors among these arguments of a call, and in lists there."""
+    """Returns the DTensors among these arguments of a call, including members of lists."""
     tensors: list[Wrapper] = []
     for position, name in arguments:
         value = args[position] if position < len(args) else kwargs.get(name)
         listed = value if isinstance(value, (list, tuple)) else (value,)
-        tensors += [one for one in listed if isinstance(one, Wrapper)]
+        tensors += [leaf for leaf in listed if isinstance(leaf, Wrapper)]
     return tensors
 
 
 def device_of_results(args: Args, kwargs: Kwargs, mesh: str) -> torch.device | str:
-    """Where an op leaves its results: where `device` says, where a tensor is that holds nothing, else on the mesh."""
+    """Returns the device of an op's results: its `device` argument, else "meta" if an input is on it, else the mesh's.
+
+    Args:
+        mesh: device type of the mesh.
+    """
     device: torch.device | None = kwargs.get("device")
     if device is not None:
         return device
@@ -57,11 +61,11 @@ Results = tuple[tuple[TensorMeta | None, ...], str]
 
 
 def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementwise: bool) -> Results:
-    """(metadata of each result, "tensor" | "list" | "value") of `op` on arguments that hold specs for tensors.
+    """Returns (metadata of each result, "tensor" | "list" | "value") of `op`. Arguments have specs in place of tensors.
 
     Raises:
-        NotImplementedError: the shape depends on the values, or torch has no meta kernel.
-        Whatever the op raises for arguments of such shapes and dtypes.
+        NotImplementedError: the shape depends on values, or torch has no meta kernel.
+        Exception: any error of the op for arguments of these shapes and dtypes.
     """
     if not any("Tensor" in str(r.type) for r in op._schema.returns):
         return (), "value"
@@ -89,36 +93,40 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
     return metas, "list" if several else "tensor"
 
 
-# What `reshape` calls: a rank that can take a view takes the second, and one that has to copy clones before the first.
+# Ops that `reshape` calls: the second on ranks where a view is possible, the first after a clone on other ranks.
 _RESHAPES = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 
 def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[TensorMeta | None]) -> list[Order]:
-    """In which order the elements of each result travel: Note [Order of elements] in layout/spec.py. Of a view as it
-    lies where its base lies in the base's order. `args` hold specs for tensors."""
+    """Returns the order in which the elements of each result are sent: Note [Order of elements] in layout/spec.py.
+
+    For a view it follows from the base's order. `args` have specs in place of tensors.
+    """
     leaves, rebuilt = flattened(args, kwargs)
     specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
     reshapes = op in _RESHAPES
     if not reshapes and (not op.is_view or op is torch.ops.aten.as_strided.default):
-        # Nor are sizes compared then, which a graph may not know.
+        # Returns before sizes are compared: a graph may not know them.
         if all(list(s.order) == sorted(s.order) for s in specs):
             return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
-    twins = [contiguous_stride(s.shape, reversed(s.order)) for s in specs]  # dense, in memory in its order
+    twins = [
+        contiguous_stride(s.shape, reversed(s.order)) for s in specs
+    ]  # strides of dense tensors in these orders
     if not reshapes and twins == [s.stride for s in specs]:
         return [meta and tuple(memory_order(meta.shape, meta.stride)) for meta in metas]
     strides = iter(twins)
     twin_args, twin_kwargs = rebuilt([as_meta(leaf, strides) for leaf in leaves])
     try:
         result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
-    except (RuntimeError, ValueError):  # memory in this order gives no such view, though this rank's does
+    except (RuntimeError, ValueError):  # no such view exists in this order, though it does on this rank
         return [None] * len(metas)
     results = result if isinstance(result, (list, tuple)) else [result]
-    return [tuple(memory_order(one.shape, one.stride())) for one in results]
+    return [tuple(memory_order(result.shape, result.stride())) for result in results]
 
 
 def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
-    """Where the results of a view begin behind its base, in bytes of the global tensor's memory."""
+    """Returns where the results of a view begin behind its base, in bytes of the global tensor's memory."""
     leaves, rebuilt = flattened(args, kwargs)
     meta_args, meta_kwargs = rebuilt([as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
@@ -127,31 +135,32 @@ def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tup
 
 
 def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The result with channels last where the input or the weight has them so, as kernels do and the meta kernel does
-    not."""
+    """Returns the result with channels last if the input or the weight has. Kernels do so, the meta kernel does not."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.ndim)
     formats = map(suggest_memory_format, (input, weight))
     return result if last is None or last not in formats else result.contiguous(memory_format=last)
 
 
 def describe(op: OpOverload, args: Args, kwargs: Kwargs) -> OpCall:
-    """The call with specs in the place of tensors; plain tensors count as replicated.
+    """Returns the call with specs in place of tensors. Plain tensors count as replicated.
 
     Raises:
-        MeshError: the DTensors live on different meshes.
+        MeshError: the DTensors are on different meshes.
     """
     leaves, rebuilt = flattened(args, sorted_by_name(kwargs))
     mesh = next(leaf._spec.info for leaf in leaves if isinstance(leaf, Wrapper))
-    for at, leaf in enumerate(leaves):
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Wrapper):
             if leaf._spec.info is not mesh:
                 raise MeshError(
                     f"{op} got DTensors on different meshes, {mesh} and {leaf._spec.info}; expected one mesh: "
                     "move one with to_local() or full_tensor() and distribute_tensor on the other's mesh"
                 )
-            leaves[at] = leaf._spec
+            leaves[position] = leaf._spec
         elif isinstance(leaf, torch.Tensor):
-            leaves[at] = DTensorSpec.of(mesh, (REPLICATE,) * mesh.ndim, leaf.shape, leaf.stride(), leaf.dtype)
+            leaves[position] = DTensorSpec.of(
+                mesh, (REPLICATE,) * mesh.ndim, leaf.shape, leaf.stride(), leaf.dtype
+            )
     spec_args, spec_kwargs = rebuilt(leaves)
     specs = tuple(leaf for leaf in leaves if isinstance(leaf, DTensorSpec))
     return OpCall(op, tuple(spec_args), spec_kwargs, specs)
@@ -162,19 +171,19 @@ def sorted_by_name(kwargs: Kwargs) -> Kwargs:
 
 
 def flattened(args: Args, kwargs: Kwargs) -> tuple[list[Value], Callable[[list[Value]], Any]]:
-    """The leaves of a call's arguments, and what makes (args, kwargs) of as many others."""
+    """Returns the leaves of a call's arguments, and a function that makes (args, kwargs) from as many new leaves."""
     if not kwargs and not any(isinstance(a, (list, tuple, dict)) for a in args):
-        return list(args), lambda leaves: (leaves, {})  # without pytree, a tenth of making a plan
+        return list(args), lambda leaves: (leaves, {})  # pytree takes a tenth of the time of making a plan
     leaves, tree = tree_flatten((list(args), kwargs))
-    return leaves, lambda others: tree_unflatten(others, tree)
+    return leaves, lambda new_leaves: tree_unflatten(new_leaves, tree)
 
 
 def _layer_norm(
     input: DTensorSpec, normalized: list[int], weight: Value, bias: Value, eps: float
 ) -> Results | None:
-    """Of a contiguous input in full precision, which is what comes most; its meta kernel takes a millisecond.
+    """Returns the metadata of layer norm on a contiguous input in full precision, the most common case.
 
-    None: the meta kernel has to say, or to refuse.
+    The meta kernel takes a millisecond. None: the meta kernel must run.
     """
     affine = [s for s in (weight, bias) if s is not None]
     rows = input.ndim - len(normalized)
@@ -190,9 +199,9 @@ def _layer_norm(
 
 
 def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
-    """The shape that the specs broadcast to, if those of that shape are contiguous and one of them is.
+    """Returns the shape that the specs broadcast to if an elementwise op gives a contiguous result, else None.
 
-    An elementwise op then gives a contiguous result.
+    One spec must have that shape, and all specs of that shape must be contiguous.
     """
     shape = max((s.shape for s in specs), key=len)
     for spec in specs:
@@ -205,15 +214,21 @@ def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
 
 
 def _empty_twin(leaf: object) -> Value:
-    """For a tensor, one of as many dims and no elements: it gives the same dtype. 0-dim stays 0-dim, and is 1:
-    memory as it comes may be the degree of a polynomial, of which a kernel computes every term."""
+    """Returns for a spec a tensor of as many dims without elements, which gives results of the same dtype.
+
+    A 0-dim tensor has an element. It is 1: kernels of polynomials compute every term up to a degree given as a tensor.
+    """
     if isinstance(leaf, DTensorSpec):
         return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype, device="cpu")
     return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
 
 
 def as_meta(leaf: object, strides: Iterator[tuple[int, ...]] | None = None) -> Value:
-    """strides: of the tensors, if not those of the specs."""
+    """Returns the leaf on the meta device, with a tensor in place of a spec.
+
+    Args:
+        strides: strides of the tensors, if not those of the specs.
+    """
     if isinstance(leaf, DTensorSpec):
         stride = leaf.stride if strides is None else next(strides)
         return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What dispatch knows of an op before any call of it, worked out once per op."""
+"""Properties of an op that dispatch needs at every call, computed once per op."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ from dtbench_core.torch_compat import is_composite, is_inference_mode_enabled, k
 
 
 class OpInfo:
-    """What dispatch knows of an op before any call of it.
+    """The properties of one op.
 
-    mutated: (position, name) of the arguments that it writes to. handler: what runs instead of a plan, for
-    ops that no plan fits (`out=`, in-place views, decompositions); called with (dispatch, cls, op,
-    args, kwargs).
+    Attributes:
+        kernel: the fastest way to call the op on plain tensors.
+        elementwise: whether it computes each element from the elements at the same place.
+        by_type: whether plans hold for all values of a number's type (`numbers_by_type`).
+        mutated: (position, name) of the arguments that it writes to.
+        aliases: whether it is a view op.
+        functional: whether it makes new tensors and writes to none.
+        returned: the one written argument that is the result: its position, or its name if keyword-only. None if there
+            is no such argument.
+        random: whether it draws random numbers.
+        handler: runs instead of a plan, for decompositions, in-place views and a few views; called with
+            (torch_dispatch, cls, op, args, kwargs). May return NotImplemented: the op then takes the usual way.
+        without_plan: runs if no plan can be made, called likewise.
     """
 
     __slots__ = (
@@ -48,7 +58,6 @@ class OpInfo:
         self.mutated = written
         self.aliases = not written and any(r.alias_info is not None for r in returns)
         self.functional = not written and not self.aliases
-        # The position, or for keyword arguments the name, of the one written argument that is the result.
         self.returned: Any = None
         if len(written) == len(returns) == 1 and returns[0].alias_info is not None:
             argument = arguments[written[0][0]]
@@ -59,7 +68,7 @@ class OpInfo:
 
 
 def numbers_by_type(op: OpOverload) -> bool:
-    """Whether all values of a number's type share one plan, as none can change where results are placed."""
+    """Whether one plan holds for all values of a number's type, since no value changes the placements of results."""
     return rules.pointwise.is_pointwise(op) or rules.find_rule(op) in (foreach.foreach, foreach.fused_step)
 
 
@@ -89,7 +98,7 @@ def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwarg
 
 
 def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Its plan, without looking for it: autograd detaches every result that a backward pass takes."""
+    """Runs detach without looking up its plan: autograd detaches every result that a backward pass saves."""
     (base,) = args
     plain = base.__class__ is cls and base._local_tensor.__class__ is torch.Tensor
     if not plain or SharedMemory.traced or is_inference_mode_enabled():
@@ -102,6 +111,6 @@ def _run_detach(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kw
 def _without_plan(op: OpOverload) -> Call:
     if out_and_resize.out_names(op) and out_and_resize.functional_of(op) is not None:
         return out_and_resize.run_out
-    if is_composite(op):  # below autograd (inference mode, decompositions) torch leaves it whole
+    if is_composite(op):  # in inference mode and in decompositions torch does not split it
         return lambda dispatch, cls, op, args, kwargs: op.decompose(*args, **kwargs)
     return lambda dispatch, cls, op, args, kwargs: fallback.run(cls, op, args, kwargs)

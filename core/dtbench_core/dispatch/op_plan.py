@@ -1,13 +1,13 @@
-"""A plan: how one op runs for one combination of specs and static arguments (make_plan.py makes it).
+"""Plans: how one op runs for one combination of specs and static arguments.
 
-A kind of plan per way in which an op treats its arguments, chosen once (`plan_of_kind`). What may change from
-call to call is all that `run` looks at.
+make_plan.py builds a plan once and dispatch keeps it. Each kind of plan stands for one way in which an op treats its
+arguments (`plan_of_kind` chooses it), so that `run` only looks at what can change from call to call.
 
-    Functional, SeveralResults   new tensors
-    View, Views, CopiedViews     windows on the first argument's memory; copies, where that cannot be
-    InPlace, Out, InPlaceLists   a written argument is the result; lists are written and nothing is returned
-    Moving, LocalShape           around another: inputs are redistributed, a global shape is made local
-    Storing                      around a write: what copied views got is stored to their bases
+    Functional, SeveralResults   the op makes new tensors
+    View, Views, CopiedViews     the results are views of the first argument; CopiedViews where they had to be copied
+    InPlace, Out, InPlaceLists   the op writes to an argument and returns it; or writes to lists and returns nothing
+    Moving, LocalShape           wrap another plan: redistribute inputs, replace a global shape by the local one
+    Storing                      wraps a write: stores what was written to copied views to their bases
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.metadata import sorted_by_name, written_by
 from dtbench_core.dispatch.op_info import OpInfo
-from dtbench_core.dispatch.overlap import Known, met_twice, refuse_overlap
+from dtbench_core.dispatch.overlap import KnownRefusals, may_share_memory, refuse_overlap
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.shard_layout import laid_out
 from dtbench_core.layout.spec import DTensorSpec
@@ -33,9 +33,9 @@ from dtbench_core.layout.wrapper import (
     SharedMemory,
     Wrapper,
     count_write,
-    held_by,
     share_memory,
     shares_memory,
+    stored_local,
     wrap,
 )
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -51,21 +51,36 @@ from dtbench_core.torch_compat import (
 
 
 class Move(NamedTuple):
-    """An input that must be placed otherwise: which of the tensors, how, what it is, what it becomes."""
+    """A redistribution of one input before the op runs.
 
-    at: int
-    steps: Route
+    Attributes:
+        index: position among the call's tensors.
+        route: the steps of the redistribution.
+        spec: spec of the input.
+        placements: placements that the op needs.
+    """
+
+    index: int
+    route: Route
     spec: DTensorSpec
     placements: Placements
 
 
 class OpPlan:
-    """kernel: what runs on the shards. out: the spec of the result; a list of specs, and Nones where the op gives
-    none or a number; None for a Python value. functional: whether the op makes new tensors and runs as it is. even:
-    whether all ranks hold equally much of what is written or viewed; None: not checked.
+    """Base class of all plans.
+
+    Attributes:
+        info: the op.
+        kernel: the function that runs on the shards.
+        out: spec of the result; for several results a list, with None for a result that is no tensor; None if the op
+            returns a Python value.
+        functional: whether the op makes new tensors and runs unchanged on the shards.
+        counts: whether the plan increments the version of the tensors that it writes to. Torch does so otherwise.
+        even: whether all ranks hold equally many elements of the written or viewed tensors; None: not checked yet.
+        returned: position, or name, of the written argument that is the result.
     """
 
-    __slots__ = ("at", "counts", "even", "functional", "info", "kernel", "out")
+    __slots__ = ("counts", "even", "functional", "info", "kernel", "out", "returned")
     moves: tuple[Move, ...] = ()
     writes = False  # whether this kind of plan writes to an argument
 
@@ -73,9 +88,9 @@ class OpPlan:
         self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
     ) -> None:
         self.info, self.kernel, self.out, self.functional = info, kernel, out, functional
-        self.counts = counts  # whether it tells autograd of its writes itself
+        self.counts = counts
         self.even: bool | None = None
-        self.at = info.returned  # position, or name, of the written argument that is the result
+        self.returned = info.returned
 
     def run(
         self,
@@ -86,29 +101,32 @@ class OpPlan:
         locals_: list[Value],
         kwargs: Kwargs,
     ) -> Value:
-        """`call` (the op, or the function that became it) on the shards; the result as `cls`.
+        """Runs the call on the shards and wraps the result as `cls`.
 
-        args, options: the call's own arguments; locals_, kwargs: the same with shards for DTensors.
+        Args:
+            call: the op, or a Python function that is only this op.
+            args, options: the arguments of the call, with DTensors.
+            locals_, kwargs: the same arguments, with shards in place of DTensors.
         """
         raise NotImplementedError
 
     def for_function(self) -> OpPlan:
-        """This plan for calls that do not pass through torch, which would count the writes."""
+        """Returns this plan for calls that bypass torch, which would count the writes."""
         kind = self.__class__
         return kind(self.info, self.kernel, self.out, self.functional, counts=True) if self.writes else self
 
-    def showing(self, index: int) -> OpPlan:
-        """This plan for a function that gives out result `index` of the op alone."""
+    def for_result(self, index: int) -> OpPlan:
+        """Returns this plan for a function that returns only result `index` of the op."""
         return Functional(self.info, self.kernel, self.out[index], self.functional)
 
-    def copying(self) -> OpPlan:
-        """This plan of a view, where the local op turns out to copy."""
+    def as_copied_views(self) -> OpPlan:
+        """Returns this plan of a view op for shards on which the local op copies."""
         plan = CopiedViews(self.info, self.kernel, self.out, self.functional)
         plan.placements, plan.offsets = None, getattr(self, "offsets", ())
         return plan
 
     def with_spec_strides(self) -> OpPlan:
-        """This plan, where the local op leaves its results otherwise in memory than their specs say."""
+        """Returns this plan for a local op whose results current other strides than their specs say."""
         kernel, out = self.kernel, self.out
 
         def run(*args: object, **kwargs: object) -> Value:
@@ -117,24 +135,27 @@ class OpPlan:
                 return with_spec_strides(result, out)
             pairs = zip(result, out, strict=True)
             return result.__class__(
-                one if spec is None else with_spec_strides(one, spec) for one, spec in pairs
+                local if spec is None else with_spec_strides(local, spec) for local, spec in pairs
             )
 
         return self.__class__(self.info, run, out, False)
 
 
 def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """`local`, or a copy, so that it lies in memory as the spec says."""
+    """Returns `local`, or a copy of it with the strides that the spec says."""
     return local if spec.lays_out(local) else laid_out(local, spec)
 
 
 def _counted(plan: OpPlan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
-    """`call` on the shards of `tensors` so that torch counts writes to them: compiled backward passes saved shards, and
-    compare their counts. Where shards differ in length each rank saves what is small, and one alone must not refuse."""
+    """Returns `call` such that torch counts its writes to the shards of `tensors`.
+
+    Compiled backward passes save shards and refuse those whose count has changed. Where shards differ in length, ranks
+    may save different tensors; nothing is counted there, as one rank must not refuse alone.
+    """
     wrappers = [tensor for tensor in tensors if isinstance(tensor, Wrapper)]
     if plan.even is None:
         plan.even = all(wrapper._spec.is_even() for wrapper in wrappers)
-    counts = plan.even and wrappers and held_by(wrappers[0]).__class__ is torch.Tensor
+    counts = plan.even and wrappers and stored_local(wrappers[0]).__class__ is torch.Tensor
     return counting(call, view=view) if counts else call
 
 
@@ -151,7 +172,7 @@ class Functional(OpPlan):
 
 
 class SeveralResults(OpPlan):
-    """Several tensors, or a Python value. Among the ops are some that also write to an argument."""
+    """Several tensors, or a Python value. Some of these ops also write to an argument."""
 
     __slots__ = ()
 
@@ -169,7 +190,11 @@ class SeveralResults(OpPlan):
 
 
 class View(OpPlan):
-    """One window on the memory of the first argument. offsets: of the results in it, in bytes."""
+    """One view of the first argument, sharing its memory.
+
+    Attributes:
+        offsets: where each result begins behind the first argument, in bytes of the global tensor.
+    """
 
     __slots__ = ("offsets",)
     offsets: tuple[int, ...]
@@ -185,7 +210,7 @@ class View(OpPlan):
         return wrapped
 
     def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
-        """A view is an inference tensor only if its base is: torch ties their versions."""
+        """Wraps the result as an inference tensor only if `base` is one: a view shares its base's version."""
         with DisableTorchFunction():
             inference = base.is_inference()
         with torch.inference_mode(inference):
@@ -198,7 +223,7 @@ class View(OpPlan):
 
 
 class Views(View):
-    """Several of them."""
+    """Several views of the first argument."""
 
     __slots__ = ()
 
@@ -212,14 +237,18 @@ class Views(View):
 
     def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
         wrapped = [wrap(cls, r, spec) for r, spec in zip(result, self.out, strict=True)]
-        for one, offset in zip(wrapped, self.offsets, strict=True):
-            share_memory(base, one, offset)
+        for view, offset in zip(wrapped, self.offsets, strict=True):
+            share_memory(base, view, offset)
         return wrapped if isinstance(result, list) else tuple(wrapped)
 
 
 class CopiedViews(Views):
-    """One or several whose values had to be copied (redistribute/copied_view.py). placements: what the first argument
-    was moved to; None where the results are no windows on it."""
+    """Views whose values had to be copied (redistribute/copied_view.py).
+
+    Attributes:
+        placements: placements to which the first argument was moved; None if the results do not share its memory even
+            then.
+    """
 
     __slots__ = ("placements",)
     placements: Placements | None
@@ -240,15 +269,19 @@ class CopiedViews(Views):
 
 # ---- writes ----
 
-# Kernels refuse an input that overlaps what they write to where they can tell, which depends on the shape: that of a
-# shard may tell where the whole's does not, and on one rank alone.
+# Kernels refuse an input that overlaps the tensor that they write to, if they can tell. Whether they can depends on
+# the shape, so a shard may be refused where the global tensor is not, and on one rank alone.
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
 def _call_apart(
     error: RuntimeError, call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]
 ) -> None:
-    """The call that raised, with copies of all tensors but the written ones, if it refuses that these overlap."""
+    """Repeats a call that was refused because of overlap, with copies of the tensors that it does not write to.
+
+    Raises:
+        RuntimeError: `error`, if it has another reason.
+    """
     if _OVERLAP not in str(error):
         raise error
     copied = tree_map_only(torch.Tensor, torch.Tensor.clone, list(locals_))
@@ -256,8 +289,11 @@ def _call_apart(
 
 
 class InPlace(OpPlan):
-    """The written argument is the result. overlaps: what is known of other arguments that share its memory; see
-    overlap.py."""
+    """The written argument is the result.
+
+    Attributes:
+        overlaps: refusals of earlier calls whose arguments share memory (overlap.py).
+    """
 
     __slots__ = ("overlaps",)
     writes = True
@@ -266,20 +302,20 @@ class InPlace(OpPlan):
         self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
     ) -> None:
         super().__init__(info, kernel, out, functional, counts)
-        self.overlaps: Known = {}
+        self.overlaps: KnownRefusals = {}
 
     def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
-        written = args[self.at]
+        written = args[self.returned]
         shared = isinstance(written, Wrapper) and shares_memory(written)
-        # Elementwise, over itself, is as good as apart.
-        if (shared or not self.info.elementwise) and met_twice(args, options):
+        # An elementwise op may read the tensor that it writes to.
+        if (shared or not self.info.elementwise) and may_share_memory(args, options):
             refuse_overlap(self.info.op, (written,), args, options, self.overlaps)
         if SharedMemory.traced:
             call = _counted(self, call, (written,))
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
-            _call_apart(error, call, locals_, kwargs, (self.at,))
+            _call_apart(error, call, locals_, kwargs, (self.returned,))
         if shared:
             count_write(written)
         if self.counts:
@@ -288,14 +324,14 @@ class InPlace(OpPlan):
 
 
 class Out(InPlace):
-    """So is the one given as `out=`."""
+    """The argument given as `out=` is the result."""
 
     __slots__ = ()
 
     def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
-        written = options[self.at]
+        written = options[self.returned]
         shared = isinstance(written, Wrapper) and shares_memory(written)
-        if (shared or not self.info.elementwise) and met_twice(args, options):
+        if (shared or not self.info.elementwise) and may_share_memory(args, options):
             refuse_overlap(self.info.op, (written,), args, options, self.overlaps)
         if SharedMemory.traced:
             call = _counted(self, call, (written,))
@@ -308,52 +344,61 @@ class Out(InPlace):
 
 
 class InPlaceLists(OpPlan):
-    """Lists are written, and nothing is returned. torch leaves their members out when it counts writes."""
+    """Lists are written to, and nothing is returned. Torch does not count writes to members of lists."""
 
-    __slots__ = ("gives",)
+    __slots__ = ("returns_argument",)
     writes = True
 
     def __init__(
         self, info: OpInfo, kernel: Call, out: Value, functional: bool, counts: bool = False
     ) -> None:
         super().__init__(info, kernel, out, functional, counts)
-        self.gives = counts and gives_list(info)
+        self.returns_argument = counts and returns_list(info)
 
     def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
         lists = [
             args[position] if position < len(args) else options.get(name)
             for position, name in self.info.mutated
         ]
-        # Steps of a fused optimizer are plain.
-        views = [one for each in lists for one in each if isinstance(one, Wrapper) and shares_memory(one)]
-        if views and met_twice(args, options):
-            refuse_overlap(self.info.op, [one for written in lists for one in written], args, options, {})
+        # The step counts of a fused optimizer are plain tensors.
+        views = [
+            tensor
+            for tensors in lists
+            for tensor in tensors
+            if isinstance(tensor, Wrapper) and shares_memory(tensor)
+        ]
+        if views and may_share_memory(args, options):
+            refuse_overlap(
+                self.info.op, [tensor for written in lists for tensor in written], args, options, {}
+            )
         if SharedMemory.traced:
-            call = _counted(self, call, [one for each in lists for one in each])
+            call = _counted(self, call, [tensor for tensors in lists for tensor in tensors])
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
             _call_apart(error, call, locals_, kwargs, [position for position, _ in self.info.mutated])
         for written in lists:
             increment_version(written)
-        for one in views:
-            count_write(one)
-        return args[0] if self.gives else None
+        for tensor in views:
+            count_write(tensor)
+        return args[0] if self.returns_argument else None
 
 
-def gives_list(info: OpInfo) -> bool:
-    """Whether torch's function of an op that writes lists gives back the first: that of a fused step does not."""
+def returns_list(info: OpInfo) -> bool:
+    """Whether torch's function of an op that writes lists returns the first list. Fused optimizer steps do not."""
     return info.op._schema.name.startswith("aten::_foreach_")
 
 
-# The kinds that call the op themselves.
-CALLING: tuple[type[OpPlan], ...] = (Functional, SeveralResults, View, InPlace, Out, InPlaceLists)
+# The kinds of plans that call the op; the others wrap a plan.
+DIRECT_KINDS: tuple[type[OpPlan], ...] = (Functional, SeveralResults, View, InPlace, Out, InPlaceLists)
 
 
 # ---- around another plan ----
 
 
 class Around(OpPlan):
+    """A plan that wraps another one."""
+
     __slots__ = ("inner",)
 
     def __init__(self, inner: OpPlan) -> None:
@@ -370,18 +415,22 @@ class Around(OpPlan):
         inner = self.inner.for_function()
         return self if inner is self.inner else self._around(inner)
 
-    def showing(self, index: int) -> OpPlan:
-        return self._around(self.inner.showing(index))
+    def for_result(self, index: int) -> OpPlan:
+        return self._around(self.inner.for_result(index))
 
-    def copying(self) -> OpPlan:
-        return self._around(self.inner.copying())
+    def as_copied_views(self) -> OpPlan:
+        return self._around(self.inner.as_copied_views())
 
     def with_spec_strides(self) -> OpPlan:
         return self._around(self.inner.with_spec_strides())
 
 
 class LocalShape(Around):
-    """replaced: (argument position, local value) of global shapes."""
+    """Replaces global shapes among the arguments.
+
+    Attributes:
+        replaced: (argument position, local value) pairs.
+    """
 
     __slots__ = ("replaced",)
 
@@ -396,7 +445,7 @@ class LocalShape(Around):
 
 
 class Storing(Around):
-    """What is written to copied views reaches their bases."""
+    """Stores what the op writes to copied views to their bases."""
 
     __slots__ = ()
     writes = True
@@ -407,13 +456,17 @@ class Storing(Around):
         written = written_by(self.info.mutated, args, options)
         refuse_writes(written)
         result = self.inner.run(cls, call, args, options, locals_, kwargs)
-        for one in written:
-            store_to_base(one)
+        for tensor in written:
+            store_to_base(tensor)
         return result
 
 
 class Moving(Around):
-    """moves: of the inputs that must be placed otherwise."""
+    """Redistributes inputs before the op runs.
+
+    Attributes:
+        moves: the redistributions, in the order of the call's tensors.
+    """
 
     __slots__ = ("moves",)
 
@@ -422,7 +475,7 @@ class Moving(Around):
         self.moves = moves
 
     def run(self, cls: Any, call: Call, args: Value, options: Value, locals_: Value, kwargs: Value) -> Value:
-        if _profiler_enabled():  # a trace says which op asked for the communication
+        if _profiler_enabled():  # the trace shows which op needed the communication
             with record_function(self.info.op.name()):
                 locals_, kwargs = self._moved(args, options, locals_, kwargs)
         else:
@@ -436,18 +489,18 @@ class Moving(Around):
             for move in self.moves:
                 context.observe(self.info.op, move.spec, move.placements)
         places = _places(args)
-        if places is None or self.moves[-1].at >= len(places):
+        if places is None or self.moves[-1].index >= len(places):
             return self._moved_inside(args, options, locals_, kwargs)
         locals_ = list(locals_)
         for index, route, _, placements in self.moves:
-            at = places[index]
-            locals_[at] = _local_at(args[at], locals_[at], placements, route)
+            position = places[index]
+            locals_[position] = _local_at(args[position], locals_[position], placements, route)
         return locals_, kwargs
 
     def _moved_inside(
         self, args: Args, options: Kwargs, locals_: list[Value], kwargs: Kwargs
     ) -> tuple[list[Value], Kwargs]:
-        """The same where a tensor may lie in a list, or is given by name."""
+        """Does the same where tensors may be members of lists or keyword arguments."""
         tensors = [
             leaf
             for leaf in tree_leaves((list(args), sorted_by_name(options)))
@@ -456,18 +509,18 @@ class Moving(Around):
         leaves, tree = tree_flatten((locals_, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         for index, route, _, placements in self.moves:
-            at = places[index]
-            leaves[at] = _local_at(tensors[index], leaves[at], placements, route)
+            position = places[index]
+            leaves[position] = _local_at(tensors[index], leaves[position], placements, route)
         moved: tuple[list[Value], Kwargs] = tree_unflatten(leaves, tree)
         return moved
 
 
 def _places(args: Args) -> list[int] | None:
-    """Where the tensors are among the arguments; None if some may lie inside another argument."""
+    """Returns the positions of the tensors among the arguments; None if other arguments may contain tensors."""
     places = []
-    for at, arg in enumerate(args):
+    for position, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):
-            places.append(at)
+            places.append(position)
         elif isinstance(arg, (list, tuple, dict)) and not all(isinstance(x, (int, float)) for x in arg):
             return None
     return places
@@ -490,8 +543,15 @@ def plan_of_kind(
     to_copy: bool = False,
     offsets: tuple[int, ...] = (),
 ) -> OpPlan:
-    """The plan of an op that runs as itself, or as `local_op`. of_copy: of the first argument, if it is a copied view.
-    to_copy: whether one is written to. offsets: of views, see `View`."""
+    """Returns the plan of an op.
+
+    Args:
+        local_op: runs on the shards in place of the op.
+        out, offsets: see `OpPlan` and `View`.
+        replaced: see `LocalShape`.
+        of_copy: spec of the first argument, if it is a copied view.
+        to_copy: whether the op writes to a copied view.
+    """
     kind: type[OpPlan]
     if info.returned is not None:
         kind = Out if info.returned.__class__ is str else InPlace
@@ -514,10 +574,14 @@ def plan_of_kind(
 
 
 def _kept_placements(moves: tuple[Move, ...], of_copy: DTensorSpec | None) -> Placements | None:
-    """Where the memory is placed on which a copied view is a window. None: of a pending reduction that moved, whose
-    terms cannot be distinguished from the sum."""
+    """Returns the placements of the gathered tensor that a copied view shares memory with.
+
+    None after a pending reduction was reduced: a write to the sum cannot be stored to its terms.
+    """
     if not moves:
         return None if of_copy is None else of_copy.placements
     _, _, spec, placements = moves[0]
     pairs = zip(spec.placements, placements, strict=True)
-    return None if any(have.is_partial() and have != want for have, want in pairs) else placements
+    return (
+        None if any(current.is_partial() and current != needed for current, needed in pairs) else placements
+    )

@@ -1,7 +1,7 @@
-"""Ops that write to a tensor in a way that a sharded kernel cannot: `out=`, and new shapes in place.
+"""Ops that cannot run on the shards as they are: with `out=`, and in-place ops that change the shape.
 
-Both run the functional form of the op and put its result where the caller wants it. Plain in-place
-ops (`add_`) are not here: they run on the shards like any other op (op_plan.py).
+Both run the functional form of the op and store its result in the caller's tensor. Other in-place ops (`add_`) run on
+the shards like any op (op_plan.py).
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ Dispatch = Callable[[type[Wrapper], OpOverload, Any, Args, Kwargs], Any]  # torc
 
 
 def out_names(op: OpOverload) -> tuple[str, ...]:
-    """The names of the op's `out=` arguments."""
+    """Returns the names of the op's `out=` arguments."""
     return tuple(a.name for a in op._schema.arguments if a.is_out)
 
 
 @functools.cache
 def functional_of(op: OpOverload) -> OpOverload | None:
-    """The overload that computes what `op` writes: `add.Tensor` for `add.out` and `add_.Tensor`; or None."""
+    """Returns the functional form of `op`: `add.Tensor` for `add.out` and `add_.Tensor`. None if it has none."""
     name = op._schema.name.removeprefix(f"{op.namespace}::")
     inplace = name.endswith("_") and not name.endswith("__")
     packet = getattr(getattr(torch.ops, op.namespace), name.removesuffix("_") if inplace else name, None)
     if packet is None:
         return None
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    signature = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for overload in packet.overloads():
         candidate: OpOverload = getattr(packet, overload)
         arguments = [(a.name, str(a.type)) for a in candidate._schema.arguments]
-        if arguments == wanted and not candidate._schema.is_mutable:
+        if arguments == signature and not candidate._schema.is_mutable:
             return candidate
     return None
 
 
 def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
-    """`op(..., out=...)`: computes and stores; returns what it stored to.
+    """Runs `op(..., out=...)`: computes the result, stores it in the output and returns the output.
 
     Raises:
         ArgumentError: a result dtype that cannot be cast to the output's.
         PlacementError: an output whose placement the result cannot take.
     """
     functional = functional_of(op)
-    assert functional is not None  # dispatch asks first
+    assert functional is not None  # checked when OpInfo was made
     names = out_names(op)
     outs = [kwargs[name] for name in names]
-    rest = {name: value for name, value in kwargs.items() if name not in names}
+    options = {name: value for name, value in kwargs.items() if name not in names}
     refuse_writes(outs)
     if all(isinstance(out, Wrapper) for out in outs):
         refuse_overlap(op, outs, args, kwargs, {})
-    result = dispatch(cls, functional, (), args, rest)
+    result = dispatch(cls, functional, (), args, options)
     results = result if isinstance(result, (list, tuple)) else (result,)
     for out, value in zip(outs, results, strict=True):
         if any(out is a for a in args) and tuple(out.shape) != tuple(value.shape):
             raise ArgumentError(
                 f"{op} got out= of shape {list(out.shape)}, which is an input, too, for a result of shape "
-                f"{list(value.shape)}; expected one of that shape"
+                f"{list(value.shape)}; expected out= of that shape"
             )
         _store(op, out, value)
         store_to_base(out)
@@ -86,21 +86,24 @@ def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
 
 
 def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
-    """A user's `func(..., out=...)`, run by torch; made good where torch forgets a tensor subclass.
+    """Runs a user's `func(..., out=...)` through torch, and stores the result if torch did not.
 
-    Some of torch's composite functions (matrix_rank, matmul of batches) put their result elsewhere when
-    a subclass is among the tensors, and give back `out` as it was.
+    Some of torch's composite functions (matrix_rank, matmul of batches) store their result elsewhere if a tensor is of
+    a subclass, and return `out` unchanged.
     """
     targets = kwargs["out"]
     outs = targets if isinstance(targets, (list, tuple)) else (targets,)
-    ours = [out for out in outs if isinstance(out, Wrapper)]
-    if func not in _FORGETFUL:
-        versions = [version_of(out) for out in ours]
+    distributed = [out for out in outs if isinstance(out, Wrapper)]
+    if func not in _IGNORES_OUT:
+        versions = [version_of(out) for out in distributed]
         result = func(*args, **kwargs)
-        if any(v is None or v != version_of(out) for v, out in zip(versions, ours, strict=True)) or not ours:
+        if (
+            any(v is None or v != version_of(out) for v, out in zip(versions, distributed, strict=True))
+            or not distributed
+        ):
             return result
-    rest = {name: value for name, value in kwargs.items() if name != "out"}
-    computed = func(*args, **rest)
+    options = {name: value for name, value in kwargs.items() if name != "out"}
+    computed = func(*args, **options)
     results = computed if isinstance(computed, (list, tuple)) else (computed,)
     for out, value in zip(outs, results, strict=True):
         _store(getattr(func, "__name__", str(func)), out, value)
@@ -108,23 +111,23 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
     return targets
 
 
-_FORGETFUL = {torch.matmul, torch.Tensor.matmul}
+_IGNORES_OUT = {torch.matmul, torch.Tensor.matmul}
 
 
 def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
-    """`value` into `out`. A plain `out`, which an op made on the way, counts as replicated."""
+    """Stores `value` in `out`. A plain `out`, which torch made for a composite op, counts as replicated."""
     if not isinstance(out, Wrapper):
         full = gathered(value, copied=False) if isinstance(value, Wrapper) else value
         out.resize_(full.shape).copy_(full)
         return
     if not torch.can_cast(value.dtype, out._spec.dtype):
         raise ArgumentError(
-            f"{op} got out= of {out._spec.dtype}, expected a dtype that its result, {value.dtype}, can be cast to"
+            f"{op} got out= of {out._spec.dtype}, expected a dtype that its result of {value.dtype} can be cast to"
         )
     spec = out._spec
     if spec.has_partial() and not (isinstance(value, Wrapper) and value._spec.placements == spec.placements):
         raise PlacementError(
-            f"{op} got out= that is {spec}, expected Shard or Replicate: nothing says which terms the ranks should hold"
+            f"{op} got out= {spec}, expected Shard or Replicate: the terms that each rank should hold are not defined"
         )
     if tuple(value.shape) != tuple(spec.shape):
         _resize(op, out, value)
@@ -139,7 +142,7 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
-    """Torch resizes an out= of another shape, and warns unless it was empty. The placement is the result's."""
+    """Resizes an out= of another shape, with the result's placements. Warns unless it was empty, as torch does."""
     refuse_write(out, restating=True)
     if out._spec.shape.numel():
         warnings.warn(
@@ -158,7 +161,7 @@ def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
 def run_restating(
     dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs
 ) -> Value:
-    """In-place views (`t_`, `squeeze_`, `unsqueeze_`): the same data under another shape."""
+    """Runs in-place views (`t_`, `squeeze_`, `unsqueeze_`), which give a tensor another shape of the same data."""
     functional = functional_of(op)
     assert functional is not None
     written: Wrapper = args[0]
@@ -167,17 +170,17 @@ def run_restating(
     result = dispatch(cls, functional, (), args, kwargs)
     if shared and is_copied(result):
         raise PlacementError(
-            f"got {op} of {written._spec}, of which a sharded dim has to be gathered for it, while other tensors share "
-            "its memory: they would not follow writes to it, nor it theirs; redistribute it so that the dim is whole, "
-            "or call it on a clone()"
+            f"got {op} of {written._spec}, which has to gather a sharded dim, while other tensors share its memory: "
+            "writes to it would not show in them, nor theirs in it; redistribute it so that the dim is whole, or call "
+            "it on a clone()"
         )
     restate(written, result._local_tensor, result._spec)
-    written._memory, result._memory = result._memory, None  # `result` may be held by who records the call
+    written._memory, result._memory = result._memory, None  # a record of the call may keep `result`
     return written
 
 
 def run_set(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value:
-    """`set_` to another tensor: the same memory, and metadata, from then on.
+    """Runs `set_`, which gives a tensor the memory and metadata of another one.
 
     Raises:
         MixedTensorError: one of the two is plain.
@@ -193,6 +196,6 @@ def run_set(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
 
 
 def restate(tensor: Wrapper, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Makes `tensor` the DTensor of `local` and `spec`, keeping its identity."""
+    """Gives `tensor` another local tensor and spec; it stays the same object."""
     set_wrapper_metadata(tensor, spec.shape, spec.stride)
     tensor._local_tensor, tensor._spec = local, spec

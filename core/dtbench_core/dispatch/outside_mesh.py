@@ -1,9 +1,8 @@
-"""What a rank outside a mesh does in an op on DTensors of that mesh: nothing, with the right metadata.
+"""Ops on a rank outside the mesh of their DTensors: nothing is computed, and results have the right metadata.
 
-So a program may run the same lines on every rank of the world, as torch.distributed.tensor allows: the
-rank holds empty parts (a 0 of a tensor without dims), takes part in no collective, and its results say the
-global shape and dtype.
-Only values it cannot know: asking for one (`item()`, a shape that depends on values) raises.
+So a program may run the same lines on every rank of the world, as torch.distributed.tensor allows. The rank has empty
+local tensors (a 0 for a tensor without dims), takes part in no collective, and its results have the global shape and
+dtype. Ops that need values (`item()`, a shape that depends on values) raise.
 """
 
 from __future__ import annotations
@@ -22,21 +21,23 @@ from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 
 
-def unknown_value(what: object, mesh: MeshInfo) -> MeshError:
-    """The error for a value that only the members of `mesh` have."""
+def unknown_value(caller: object, mesh: MeshInfo) -> MeshError:
+    """Returns the error for a value that only ranks of `mesh` have."""
     return MeshError(
-        f"{what} got a DTensor on {mesh}, which rank {dist.get_rank()} is not in, and asks for its values; expected "
-        "a member: guard the call with `mesh.get_coordinate() is not None`, or send the value with torch.distributed"
+        f"{caller} needs the values of a DTensor on {mesh}, but rank {dist.get_rank()} is not in that mesh; expected "
+        "one of its ranks: guard the call with `mesh.get_coordinate() is not None`, or send the value otherwise"
     )
 
 
 def kernel(op: OpOverload, mesh: MeshInfo, results: Sequence[DTensorSpec | None], structure: str) -> Call:
-    """Runs in the op's place on the empty parts.
+    """Returns the function that runs in place of the op on the empty local tensors. It writes to no argument.
 
-    structure: "tensor", "list" or "value", of what the op gives. A written argument stays as it is.
+    Args:
+        results: specs of the op's results.
+        structure: whether the op returns a "tensor", a "list" or a "value".
     """
     if structure == "value" and op is torch.ops.aten.equal.default:
-        return lambda *_, **__: True  # nothing here differs
+        return lambda *_, **__: True  # empty tensors are equal
     if structure == "value" and op._schema.returns:
 
         def refuse(*_: object, **__: object) -> Value:
@@ -45,15 +46,15 @@ def kernel(op: OpOverload, mesh: MeshInfo, results: Sequence[DTensorSpec | None]
         return refuse
 
     def make(*args: object, **kwargs: object) -> Value:
-        where = device_of_results(args, kwargs, mesh.device_type)
-        parts = [None if s is None else empty_part(s, where) for s in results]
+        device = device_of_results(args, kwargs, mesh.device_type)
+        parts = [None if s is None else empty_part(s, device) for s in results]
         return tuple(parts) if structure == "list" else parts[0] if parts else None
 
     return make
 
 
 def keep_in_step(op: OpOverload, args: Args, kwargs: Kwargs) -> None:
-    """Draws as much as the members do, with the op on ones of the global shapes, and drops it."""
+    """Draws the same random numbers as the ranks of the mesh, by the op on ones of the global shapes."""
     args, kwargs = torch.utils._pytree.tree_map(_whole_ones, (list(args), kwargs))
     op(*args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Writes that plain tensors refuse because of memory: to a tensor that overlaps itself, or that an input overlaps.
+"""Refuses writes that plain tensors refuse: to a tensor whose elements overlap, or that overlaps an input.
 
-Kernels look at addresses. Those of shards say nothing of the whole: a rank may hold one row of a tensor expanded over
-rows, none at all, or a copy where the whole is a window. So the op is tried on plain tensors that share memory as the
-global ones do: by their strides, and by where each begins in the memory of the tensor that they are views of.
+Kernels compare addresses. Those of the shards do not show whether the global tensors overlap: a rank may have one row
+of a tensor expanded over rows, no row, or a copy instead of a view. So the op is tried on plain tensors with the global
+strides and offsets, which share memory as the global tensors do.
 """
 
 from __future__ import annotations
@@ -20,34 +20,41 @@ from dtbench_core.rules.pointwise import is_pointwise
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import dispatch_modes_active
 
-# The answers so far, by specs and places.
-Known = dict[tuple[Value, ...], Exception | None]
-_REFUSED = "unsupported operation: "  # how all of torch's messages about memory begin
-# The most elements that plain tensors are made of to be asked.
-_MOST = 1 << 24
+# Results of earlier checks, by specs and offsets: the error that plain tensors raised, if any.
+KnownRefusals = dict[tuple[Value, ...], Exception | None]
+_REFUSED = "unsupported operation: "  # torch's messages about overlap begin with it
+# The op is tried on plain tensors of at most so many elements.
+_MAX_ELEMENTS = 1 << 24
 
 
 def refuse_overlap(
-    op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs, answers: Known
+    op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs, answers: KnownRefusals
 ) -> None:
-    """Before `op` writes to `written`, which are among its arguments. answers: the answers so far, for tensors of these
-    specs.
+    """Raises before `op` writes to `written` if plain tensors would refuse that another argument shares memory.
+
+    Args:
+        written: those arguments that the op writes to.
+        answers: results of earlier checks, updated.
 
     Raises:
-        RuntimeError: what plain tensors raise, where another argument is a window on the same memory.
+        RuntimeError: the error that plain tensors raise.
     """
     tensors = _wrappers((*args, *kwargs.values()))
-    written_to = {_identity(one) for one in written}
-    if sum(_identity(one) in written_to for one in tensors) == len(written_to):
-        return  # each memory that is written to is met once
+    written_to = {_identity(tensor) for tensor in written}
+    if sum(_identity(tensor) in written_to for tensor in tensors) == len(written_to):
+        return  # no other argument shares the written memory
     if dispatch_modes_active() or simulation.active:
         return
     first = written[0]
-    same = all(t is first or (t._spec is first._spec and t._memory == first._memory) for t in tensors)
-    if same and is_pointwise(op):
-        return  # element by element, over itself
+    all_same_window = all(
+        t is first or (t._spec is first._spec and t._memory == first._memory) for t in tensors
+    )
+    if all_same_window and is_pointwise(op):
+        return  # every element is read before it is written
     order: dict[object, int] = {}
-    objects: dict[int, int] = {}  # one tensor twice is refused where two of the same window are not
+    objects: dict[
+        int, int
+    ] = {}  # torch refuses a tensor that is given twice, but not two views of the same elements
     start: dict[object, int] = {}
     key = tuple(
         (
@@ -64,26 +71,26 @@ def refuse_overlap(
         raise type(refusal)(*refusal.args)
 
 
-def met_twice(args: Args, kwargs: Kwargs) -> bool:
-    """Whether two of the arguments may share memory: what `refuse_overlap` is for, asked on every write."""
+def may_share_memory(args: Args, kwargs: Kwargs) -> bool:
+    """Whether two of the arguments may share memory. Cheap, as every write is checked."""
     tensors = _wrappers((*args, *kwargs.values()) if kwargs else args)
-    met = {id(t) if (memory := t._memory) is None else id(memory[0]) for t in tensors}
-    return len(met) < len(tensors)
+    memories = {id(t) if (memory := t._memory) is None else id(memory[0]) for t in tensors}
+    return len(memories) < len(tensors)
 
 
 def _wrappers(arguments: Iterable[Value]) -> list[Wrapper]:
-    """Those among the arguments and in their lists. A walk of pytree's costs ten times as much."""
+    """Returns the DTensors among the arguments and in their lists. pytree takes ten times as long."""
     tensors: list[Wrapper] = []
-    for one in arguments:
-        if isinstance(one, Wrapper):
-            tensors.append(one)
-        elif one.__class__ is list or one.__class__ is tuple:
-            tensors += [member for member in one if isinstance(member, Wrapper)]
+    for argument in arguments:
+        if isinstance(argument, Wrapper):
+            tensors.append(argument)
+        elif argument.__class__ is list or argument.__class__ is tuple:
+            tensors += [member for member in argument if isinstance(member, Wrapper)]
     return tensors
 
 
 def _identity(tensor: Wrapper) -> object:
-    """Of its memory."""
+    """Returns an object that identifies the tensor's memory."""
     return id(tensor) if tensor._memory is None else tensor._memory[0]
 
 
@@ -92,10 +99,10 @@ def _offset(tensor: Wrapper) -> int:
 
 
 def refuse_overlapping_itself(op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs) -> None:
-    """Before `op` is planned that writes to these tensors.
+    """Raises before `op` is planned if it writes to a tensor whose elements overlap, such as an expanded one.
 
     Raises:
-        RuntimeError: what plain tensors raise, where one has several elements in one place, as an expanded one has.
+        RuntimeError: the error that plain tensors raise.
     """
     if dispatch_modes_active() or simulation.active or not any(t._spec.overlaps_itself for t in written):
         return
@@ -115,32 +122,34 @@ def error_of_plain(
     memory_of: Callable[[Value], tuple[object, int] | None] = lambda _: None,
     otherwise: Exception | None = None,
 ) -> Exception | None:
-    """What plain tensors of zeros raise, of the global shapes and strides; `otherwise` if they would be large.
+    """Returns the error that the op raises on plain tensors of zeros with the global shapes and strides, or None.
 
-    memory_of: which tensors share memory, and where in it they begin.
+    Args:
+        memory_of: returns (memory, offset in it, in bytes) of an argument that may share memory with others.
+        otherwise: returned if the plain tensors would be too large to try.
     """
     leaves, rebuilt = flattened(args, kwargs)
-    places: dict[int, tuple[object, int]] = {}  # which memory, and the first element in it
+    places: dict[int, tuple[object, int]] = {}  # (memory, offset in elements) by index of the leaf
     ends: dict[object, int] = {}
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, (torch.Tensor, DTensorSpec)):
             continue
         spec, memory = _spec_of(leaf), memory_of(leaf)
-        whose, offset = (id(leaf), 0) if memory is None else (memory[0], memory[1] // spec.dtype.itemsize)
-        places[index] = (whose, spec.dtype), offset
+        memory_id, offset = (id(leaf), 0) if memory is None else (memory[0], memory[1] // spec.dtype.itemsize)
+        places[index] = (memory_id, spec.dtype), offset
         last = offset + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True)) + 1
         ends[places[index][0]] = max(ends.get(places[index][0], 0), last, 0)
-    if sum(ends.values()) > _MOST:
+    if sum(ends.values()) > _MAX_ELEMENTS:
         return otherwise
-    held = {key: torch.zeros(end, dtype=key[1], device="cpu") for key, end in ends.items()}  # type: ignore[index]
-    views: dict[int, torch.Tensor] = {}  # one argument given twice is one tensor
+    memories = {key: torch.zeros(end, dtype=key[1], device="cpu") for key, end in ends.items()}  # type: ignore[index]
+    views: dict[int, torch.Tensor] = {}  # an argument that is given twice is one tensor
     for index, (key, offset) in places.items():
         leaf = leaves[index]
-        which = id(leaf) if isinstance(leaf, torch.Tensor) else index
-        if which not in views:
+        identity = id(leaf) if isinstance(leaf, torch.Tensor) else index
+        if identity not in views:
             spec = _spec_of(leaf)
-            views[which] = held[key].as_strided(spec.shape, spec.stride, offset)
-        leaves[index] = views[which]
+            views[identity] = memories[key].as_strided(spec.shape, spec.stride, offset)
+        leaves[index] = views[identity]
     on_cpu = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     plain_args, plain_kwargs = rebuilt(on_cpu)
     try:
@@ -155,7 +164,7 @@ def _memory_of(leaf: Value) -> tuple[object, int] | None:
 
 
 def _spec_of(leaf: Value) -> Value:
-    """What says the global shape, stride and dtype of an argument."""
+    """Returns the global shape, stride and dtype of an argument."""
     if isinstance(leaf, Wrapper):
         return leaf._spec
     return leaf if isinstance(leaf, DTensorSpec) else TensorMeta(leaf.shape, leaf.stride(), leaf.dtype)

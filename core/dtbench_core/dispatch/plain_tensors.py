@@ -1,16 +1,16 @@
-"""Plain tensors that a user gives beside DTensors: refused, because nobody knows where they belong.
+"""Plain tensors in calls with DTensors: mostly refused, because their placement is not known.
 
-One that an op or an autograd formula makes on the way counts as replicated; so does a single element,
-which torch treats as a number; so does any inside `implicit_replication()`. In a list, as optimizers and gradient
-clipping hand over, plain tensors may stand beside DTensors: each is computed with those of its place in other lists.
+They count as replicated, the same on every rank, in these cases:
 
-Zeros that autograd makes, for outputs of a function that nothing uses, count as replicated, too.
+- An op or a formula of autograd made them, such as zeros for the gradient of an unused output.
+- They have one element, which torch treats as a number.
+- The call is inside `implicit_replication()`.
+- The call is `copy_` into a DTensor, by which `load_state_dict` loads plain tensors. Each rank takes its part; that all
+  ranks pass the same values is not checked.
+- They are the initial states of a recurrent module, which makes plain zeros if it is given none.
 
-A plain tensor may be scaled, or shifted, in place by a DTensor of one element.
-
-Two kinds of calls take a plain tensor for the whole one, the same on every rank, and nothing checks that it is:
-`copy_` into a DTensor, with which `load_state_dict` loads plain tensors, each rank taking its part; and the states
-that a recurrent module starts from, which it makes of plain zeros where it is given none.
+Lists, as optimizers and gradient clipping pass them, may contain both: ops on lists combine only tensors at the same
+index. A plain tensor may also be scaled or shifted in place by DTensors of one element.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ RECURRENT = {f"{kind}{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> bool:
-    """Whether plain tensors must be replicated first.
+    """Whether the call has plain tensors that must be made replicated DTensors first.
 
     Raises:
-        MixedTensorError: there are some, outside `implicit_replication()`.
+        MixedTensorError: it has plain tensors that do not count as replicated.
     """
-    whole = False
+    replicates = False
     for a in (*args, *kwargs.values()) if kwargs else args:
         kind = a.__class__
         if kind is cls or kind is int or kind is float:
@@ -61,39 +61,47 @@ def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> b
                         f"{name} got a DTensor of torch.distributed.tensor of shape {list(item.shape)} together with "
                         "one of dtbench_core, expected one class: convert it with from_torch(tensor)"
                     )
-                if name == "__set__" or _apart(name, args):  # takes both rightly
+                if name == "__set__" or _keeps_lists_apart(name, args):  # these handle both kinds
                     return False
                 if contexts.replicates_plain() or _is_scaled(name, args):
                     return True
                 if _counts_as_whole(name, item, args):
-                    whole = True
+                    replicates = True
                     continue
                 raise MixedTensorError(
                     f"{name} got a plain torch.Tensor of shape {list(item.shape)} together with a DTensor, expected "
                     "DTensors only: place it with distribute_tensor(tensor, mesh, placements), or wrap every rank's "
                     "shard with DTensor.from_local(...), or take the DTensor's own shard with .to_local()"
                 )
-    return whole
+    return replicates
 
 
 def _is_unused_gradient(item: torch.Tensor) -> bool:
-    """Whether autograd made it of an output that nothing used: plain zeros, the same on every rank."""
+    """Whether autograd made it as the gradient of an unused output: plain zeros, the same on every rank."""
     if (tracer := active_tracer()) is not None and in_backward_pass():
-        node = traced_node(item, tracer)  # has no values to look at
+        node = traced_node(item, tracer)  # it has no values while traced
         return node is not None and node.target is torch.ops.aten.zeros.default
     return in_backward() and not item.is_meta and not bool(item.any())
 
 
 def _is_scaled(name: str, args: Args) -> bool:
-    """Whether a plain tensor is written with numbers: DTensors of one element, such as the factor of clipping."""
+    """Whether a plain tensor is scaled or shifted in place by DTensors of one element, as in gradient clipping."""
     numbers = [a for a in args[1:] if isinstance(a, Wrapper)]
-    alone = not isinstance(args[0], Wrapper) and all(isinstance(a, (Wrapper, int, float)) for a in args[1:])
-    return name in SCALING and alone and all(a.numel() == 1 and not a.requires_grad for a in numbers)
+    has_no_other_tensor = not isinstance(args[0], Wrapper) and all(
+        isinstance(a, (Wrapper, int, float)) for a in args[1:]
+    )
+    return (
+        name in SCALING
+        and has_no_other_tensor
+        and all(a.numel() == 1 and not a.requires_grad for a in numbers)
+    )
 
 
 def _counts_as_whole(name: str, item: torch.Tensor, args: Args) -> bool:
-    """Whether `item` is copied into a DTensor, or is a state of a recurrent module: copy_(self, source),
-    lstm(input, states, ...), gru_cell(input, state, ...)."""
+    """Whether `item` is copied into a DTensor, or is a state of a recurrent module.
+
+    The signatures are copy_(self, source), lstm(input, states, ...) and gru_cell(input, state, ...).
+    """
     if name == "copy_":
         return isinstance(args[0], Wrapper)
     if name not in RECURRENT:
@@ -102,7 +110,7 @@ def _counts_as_whole(name: str, item: torch.Tensor, args: Args) -> bool:
     return any(item is state for state in states)
 
 
-def _apart(name: str, args: Args) -> bool:
+def _keeps_lists_apart(name: str, args: Args) -> bool:
     """Whether each column of an op on lists is either plain or distributed (rules/foreach.py)."""
     if not name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return False
@@ -115,10 +123,10 @@ def _apart(name: str, args: Args) -> bool:
 
 
 def _comes_of_transform(func: Call, item: torch.Tensor) -> bool:
-    """Whether the tensor is made by torch.func or forward AD: around a DTensor, or around a basis of tangents, the
-    same on every rank; or on the meta device, to learn a shape.
+    """Whether torch.func or forward-mode autograd made the tensor.
 
-    Inside `implicit_replication()` it may be around any. Below the transform a plain tensor counts as replicated.
+    Either it wraps a DTensor or a basis of tangents, which is the same on every rank, or it is on the meta device and
+    serves to compute a shape. Inside `implicit_replication()` it may wrap any tensor.
     """
     if functorch_level() is None:
         return item.is_meta and forward_ad._current_level >= 0
@@ -129,7 +137,7 @@ def _comes_of_transform(func: Call, item: torch.Tensor) -> bool:
 
 
 def with_replicas(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> Value:
-    """The call with its plain tensors as replicated DTensors, which carry gradients back to them."""
+    """Runs the call with its plain tensors as replicated DTensors, which pass gradients back to them."""
     leaves = tree_leaves((list(args), kwargs))
     mesh = next(leaf._spec.info.mesh for leaf in leaves if isinstance(leaf, Wrapper))
 

@@ -1,8 +1,7 @@
-"""Whether an op can run on every rank's shards: checked before any rank starts.
+"""Checks before any rank runs an op that it can run on the shards of all ranks.
 
-Where shards are uneven, a kernel may refuse a short or an empty one that other ranks do not have, and a
-rank that raises alone leaves the others waiting. So the op is tried on meta tensors of every shape that
-a rank may hold. The answer depends on specs alone: all ranks compute the same one.
+If shards are uneven, a kernel may refuse a short or empty shard that only one rank has, and the other ranks would wait
+for it. So the op is tried on meta tensors of every local shape. The result depends only on specs, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from dtbench_core.rules.base import OpCall, Strategy
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import dispatch_modes_active, kernel_of
 
-# What torch's kernels and meta kernels raise for shapes that they cannot run on (its checks raise the first three;
-# Python ones divide by lengths). Anything else is a fault of a rule's, which every rank raises.
+# Errors of kernels and meta kernels for shapes that they cannot run on: torch's checks raise the first three, and
+# kernels in Python may divide by a length. Any other error is a fault of a rule and is raised on every rank.
 REFUSALS = (RuntimeError, ValueError, IndexError, ZeroDivisionError)
 
 
@@ -34,19 +33,19 @@ def every_rank_can(
         return True
     sizes = call.inputs[0].info.sizes
     placed, results = placed_shapes(call, inputs, outputs)
-    seen: set[Any] = set()
-    # All, as it depends on the lengths which ranks hold the short shard and the empty ones.
+    checked: set[Any] = set()
+    # All ranks are checked: which of them have the short and the empty shards depends on the lengths.
     for coordinate in itertools.product(*map(range, sizes)):
-        held = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
+        local_shapes = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in placed)
         expected = tuple(local_extents(shape, p, sizes, coordinate)[0] for shape, p in results)
-        if (held, expected) not in seen and not _runs(call, strategy, held, expected):
+        if (local_shapes, expected) not in checked and not _runs(call, strategy, local_shapes, expected):
             return False
-        seen.add((held, expected))
+        checked.add((local_shapes, expected))
     return True
 
 
 def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
-    """Whether all ranks hold equally much of everything."""
+    """Whether all ranks have shards of the same shape of every input and result."""
     placed, results = placed_shapes(call, inputs, outputs)
     sizes = call.inputs[0].info.sizes
     return all(
@@ -60,21 +59,24 @@ def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Place
 def placed_shapes(
     call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
-    """(global shape, placements) of the inputs, and of the outputs that are tensors."""
+    """Returns (global shape, placements) of the inputs, and of the outputs that are tensors."""
     placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
     results = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
     return placed, results
 
 
 def _runs(
-    call: OpCall, strategy: Strategy, held: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]
+    call: OpCall,
+    strategy: Strategy,
+    local_shapes: Sequence[tuple[int, ...]],
+    expected: Sequence[tuple[int, ...]],
 ) -> bool:
     if expected and not call.op._schema.is_mutable and all(0 in shape for shape in expected):
         return True  # the kernel does not run there (make_plan.py)
     if strategy.localize is not None:
-        return True  # made for its rank: the rule answers for it
+        return True  # the rule makes the local op for its rank
     try:
-        tensors = [_meta(spec, shape) for spec, shape in zip(call.inputs, held, strict=True)]
+        tensors = [_meta(spec, shape) for spec, shape in zip(call.inputs, local_shapes, strict=True)]
         result = _run(call, strategy, tensors, expected)
     except REFUSALS:
         return False
@@ -85,7 +87,7 @@ def _runs(
 def _run(
     call: OpCall, strategy: Strategy, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]
 ) -> Value:
-    """The local op on these in the place of the inputs. expected: shapes of its results."""
+    """Runs the local op with these tensors in place of the inputs. expected: shapes of its results."""
     leaves, rebuilt = flattened(call.args, call.kwargs)
     parts = iter(tensors)
     on_meta = any(t.is_meta for t in tensors)
@@ -99,27 +101,38 @@ def _run(
 def refusal_of_others(
     call: OpCall, strategy: Strategy, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> Exception | None:
-    """What the kernel raises on the first rank of the mesh, if that comes of dtypes or of static arguments: tried where
-    this rank holds nothing, so that its own kernel does not run, or has nothing to refuse. Meta kernels do not refuse
-    all that others do. What is made for its rank is tried as the op on whole tensors."""
+    """Returns the error of the first rank's kernel, if dtypes or static arguments cause it, else None.
+
+    Called on a rank whose shard is empty, so that its own kernel does not run or does not raise. Real kernels are
+    tried, as meta kernels refuse less. A local op that the rule makes for its rank is replaced by the op on global
+    tensors.
+    """
     if dispatch_modes_active() or simulation.active:
         return None
     info = call.inputs[0].info
     if strategy.localize is not None:
-        inputs, outputs = ([(REPLICATE,) * info.ndim for _ in some] for some in (inputs, outputs))
+        inputs, outputs = (
+            [(REPLICATE,) * info.ndim for _ in placements_of_tensors]
+            for placements_of_tensors in (inputs, outputs)
+        )
     placed, results = placed_shapes(call, inputs, outputs)
-    held, expected = (
-        [tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0]) for shape, p in some]
-        for some in (placed, results)
+    local_shapes, expected = (
+        [
+            tuple(local_extents(shape, p, info.sizes, (0,) * info.ndim)[0])
+            for shape, p in placements_of_tensors
+        ]
+        for placements_of_tensors in (placed, results)
     )
-    draws = torch.Generator(info.device_type).manual_seed(0)  # whose numbers nobody else draws
+    draws = torch.Generator(info.device_type).manual_seed(
+        0
+    )  # of its own, so that other generators stay unchanged
 
-    def attempt(whole: int) -> None:
+    def attempt(fill_value: int) -> None:
         tensors = [
             torch.rand(shape, generator=draws, device=info.device_type).to(spec.dtype)
             if spec.dtype.is_floating_point or spec.dtype.is_complex
-            else torch.full(shape, whole, dtype=spec.dtype, device=info.device_type)
-            for spec, shape in zip(call.inputs, held, strict=True)
+            else torch.full(shape, fill_value, dtype=spec.dtype, device=info.device_type)
+            for spec, shape in zip(call.inputs, local_shapes, strict=True)
         ]
         _run(call, strategy, tensors, expected)
 
@@ -127,16 +140,16 @@ def refusal_of_others(
 
 
 def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None:
-    """What an elementwise op raises for the numbers of this call: on tensors of one element, of the dtypes given.
+    """Returns the error of an elementwise op for the numbers of this call, tried on tensors of one element, or None.
 
-    A plan holds for all numbers of a type, so that this is checked at every call.
+    A plan holds for all numbers of a type, so this is checked at every call.
     """
     if dispatch_modes_active() or simulation.active:
         return None
     leaves, rebuilt = flattened(args, kwargs)
 
-    def attempt(whole: int) -> None:
-        tried = [x.new_full((1,) * x.ndim, whole) if isinstance(x, torch.Tensor) else x for x in leaves]
+    def attempt(fill_value: int) -> None:
+        tried = [x.new_full((1,) * x.ndim, fill_value) if isinstance(x, torch.Tensor) else x for x in leaves]
         tried_args, tried_kwargs = rebuilt(tried)
         op(*tried_args, **tried_kwargs)
 
@@ -144,12 +157,15 @@ def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None
 
 
 def _refusal(attempt: Callable[[int], None]) -> Exception | None:
-    """What it raises for tensors of any integers: one may be an index of a dim of length 1, or a divisor. What is wrong
-    with the values of a matrix says nothing of others."""
+    """Returns the error that `attempt` raises for tensors of zeros and for tensors of ones, or None.
+
+    Some ops refuse one of these values: zero is no divisor, and one is no index of a dim of length 1. Errors about the
+    values of a matrix do not count.
+    """
     refusal: Exception | None = None
-    for whole in (0, 1):
+    for fill_value in (0, 1):
         try:
-            attempt(whole)
+            attempt(fill_value)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return None
         except REFUSALS as error:  # NotImplementedError among them
@@ -160,6 +176,6 @@ def _refusal(attempt: Callable[[int], None]) -> Exception | None:
 
 
 def _meta(spec: DTensorSpec, shape: tuple[int, ...]) -> torch.Tensor:
-    """A shard of that shape, its dims in the order of the global strides."""
+    """Returns a meta tensor of the local shape, with its dims in the order of the global strides."""
     stride = contiguous_stride(shape, reversed(memory_order(spec.shape, spec.stride)))
     return torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")

@@ -1,10 +1,10 @@
-"""Values that CPU kernels refuse: a zero to divide integers by, an index or a class beyond, a probability above 1.
+"""Raises on all ranks if a CPU kernel refuses values on one: a zero divisor of integers, an index out of range.
 
-A rank that holds one alone would raise alone, and the others would wait for it in the next collective. Where the
-values are spread over ranks, the ranks tell each other after the kernel whether it refused: one all-reduce of 4 bytes
-per call, along the mesh dims that the values are spread over (0.3 ms on gloo between two ranks).
-Replicated values need none: all ranks refuse them, those with an empty shard by a trial on a stand-in for it.
-CUDA's kernels assert on the device instead, and a graph cannot choose by a value: there a rank fails alone.
+A rank that raised alone would leave the others waiting in the next collective. If the values are spread over ranks, the
+ranks exchange after the kernel whether it raised: an all-reduce of 4 bytes per call, along the mesh dims that the
+values are spread over (0.3 ms on gloo between two ranks). Replicated values need no exchange: all ranks refuse them,
+and ranks with an empty shard try the op on a stand-in. CUDA kernels assert on the device instead, and a graph cannot
+branch on a value; there a rank fails alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dtbench_core.rules.pointwise import surely_holds
 from dtbench_core.runtime import simulation
 from dtbench_core.torch_compat import is_traced
 
-# Op, without its overload and the underscore of its in-place form -> the arguments whose values its kernel refuses.
+# Name of an op, without overload and the underscore of its in-place form -> arguments whose values its kernel checks.
 _INDEXED = """
     index_select index_add index_copy index_reduce index_fill gather scatter scatter_add scatter_reduce take put
 """
 _DIVISIONS = ("floor_divide", "fmod", "remainder", "div")
-_REFUSED = {
+_CHECKED_ARGUMENTS = {
     **dict.fromkeys(_INDEXED.split(), ("index",)),
     **dict.fromkeys(("index", "index_put", "_index_put_impl", "embedding"), ("indices",)),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), ("target",)),
@@ -41,13 +41,16 @@ _REFUSED = {
 
 
 def raise_on_all_ranks(call: OpCall, inputs: Sequence[Placements]) -> Callable[[Call], Call] | None:
-    """What makes of the op's kernel one that raises on all ranks of the mesh or on none; None where it does so itself.
+    """Returns a function that makes the op's kernel raise on all ranks of the mesh or on none.
 
-    inputs: the placements of its tensors.
+    None if the kernel does so itself.
+
+    Args:
+        inputs: placements of the op's tensors.
     """
     info = call.inputs[0].info
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
-    names = _REFUSED.get(name)
+    names = _CHECKED_ARGUMENTS.get(name)
     if names is None or info.device_type != "cpu" or (name in _DIVISIONS and not _divides_integers(call)):
         return None
     leaves = tree_leaves([call.arguments().get(n) for n in names])
@@ -78,19 +81,33 @@ def _groups(info: MeshInfo, dims: set[int]) -> list[Value]:
 
 
 def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call | None:
-    """The op with what other ranks hold more of whole, and made of ones; None where this rank's part is not empty."""
+    """Returns the op on stand-ins of ones for those shards that are empty on this rank only.
+
+    None if this rank's kernel checks the values itself.
+    """
     info = call.inputs[0].info
-    here = info.my_coordinate()
-    kept = [tuple(p if dim in spread else REPLICATE for dim, p in enumerate(placed)) for placed in inputs]
-    held, whole = (
-        [local_extents(s.shape, p, info.sizes, here)[0] for s, p in zip(call.inputs, places, strict=True)]
-        for places in (inputs, kept)
+    coordinate = info.my_coordinate()
+    partly_gathered = [
+        tuple(p if dim in spread else REPLICATE for dim, p in enumerate(placed)) for placed in inputs
+    ]
+    local_shapes, stand_in_shapes = (
+        [
+            local_extents(s.shape, p, info.sizes, coordinate)[0]
+            for s, p in zip(call.inputs, places, strict=True)
+        ]
+        for places in (inputs, partly_gathered)
     )
-    # Of an empty result no kernel runs.
+    # No kernel runs for an empty result.
     nothing = any(result is not None and 0 in result.shape for result in call.outputs)
-    if not nothing and not any(0 in mine and 0 not in other for mine, other in zip(held, whole, strict=True)):
+    if not nothing and not any(
+        0 in mine and 0 not in stand_in_shape
+        for mine, stand_in_shape in zip(local_shapes, stand_in_shapes, strict=True)
+    ):
         return None
-    shapes = [None if mine == other else other for mine, other in zip(held, whole, strict=True)]
+    shapes = [
+        None if mine == stand_in_shape else stand_in_shape
+        for mine, stand_in_shape in zip(local_shapes, stand_in_shapes, strict=True)
+    ]
     written = call.op._schema.is_mutable
 
     def stand_in(tensor: torch.Tensor, shape: Sequence[int] | None) -> torch.Tensor:
@@ -110,7 +127,7 @@ def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call
 
 
 def _agreeing(kernel: Call, trial: Call | None, groups: Args) -> Call:
-    """`kernel`, which raises where it, or the trial, does so on any rank of the groups."""
+    """Returns `kernel` such that it raises if it, or the trial, raises on any rank of the groups."""
 
     def run(*args: object, **kwargs: object) -> Value:
         if simulation.active or is_traced():
@@ -129,7 +146,7 @@ def _agreeing(kernel: Call, trial: Call | None, groups: Args) -> Call:
 
 
 def _raise_everywhere(error: Exception | None, groups: Args) -> None:
-    """Raises this rank's error or, where it has none, one that another rank of the groups has."""
+    """Raises this rank's error or, if it has none, the error of another rank of the groups."""
     failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
     for group in groups:
         comm.all_reduce(failed, group, "max")
@@ -137,7 +154,7 @@ def _raise_everywhere(error: Exception | None, groups: Args) -> None:
         return
     first = None if error is None else (type(error), str(error))
     for group in groups:
-        first = next((one for one in comm.all_gather_objects(first, group) if one), None)
+        first = next((pair for pair in comm.all_gather_objects(first, group) if pair), None)
     if error is None and first is not None:
         kind, message = first
         error = kind(message)
@@ -147,15 +164,15 @@ def _raise_everywhere(error: Exception | None, groups: Args) -> None:
 
 # ---- numbers that the dtype cannot hold ----
 
-# Op, without the underscore of its in-place form -> its number. torch fills a tensor of one element without a look at
-# the number, and refuses one that overflows in any other: what a shard has is not what the whole has.
-_FILLED = {"fill": "value", "full_like": "fill_value", "new_full": "fill_value"}
+# Name of an op, without the underscore of its in-place form -> the name of its number. torch checks the number for
+# overflow unless the tensor has one element, so a shard may be treated differently from the global tensor.
+_FILL_NUMBERS = {"fill": "value", "full_like": "fill_value", "new_full": "fill_value"}
 
 
 def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
-    """What makes of the kernel of an op that fills a tensor one that refuses what that of the whole would."""
+    """Returns a function that makes the kernel of a filling op check the number as for the global tensor, or None."""
     name = call.op._schema.name.removeprefix("aten::").rstrip("_")
-    number = _FILLED.get(name)
+    number = _FILL_NUMBERS.get(name)
     result = call.outputs[0] if call.outputs else None
     if number is None or result is None or isinstance(call[number], DTensorSpec):
         return None
@@ -168,7 +185,7 @@ def check_filled(call: OpCall) -> Callable[[Call], Call] | None:
             if surely_holds(dtype, value) or is_traced():
                 return kernel(*args, **kwargs)
             args[0].new_empty(count, dtype=dtype).fill_(value)
-            if count == 1 and args[0].numel() == 0 and name == "fill":  # nothing to fill here
+            if count == 1 and args[0].numel() == 0 and name == "fill":  # the shard is empty
                 return args[0]
             return kernel(*args, **kwargs)
 

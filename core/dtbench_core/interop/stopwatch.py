@@ -14,7 +14,7 @@ from typing import Any
 from dtbench_core import comm
 from dtbench_core.dispatch import cache_key, make_plan
 from dtbench_core.dispatch import entry as dispatch
-from dtbench_core.dispatch.op_plan import CALLING, Moving, OpPlan
+from dtbench_core.dispatch.op_plan import DIRECT_KINDS, Moving, OpPlan
 from dtbench_core.layout import shard_layout as layout
 from dtbench_core.layout import wrapper
 from dtbench_core.op_types import Call
@@ -121,7 +121,7 @@ class StageTimer:
             self._replacements.append((DTensor, f"__{entry.__name__}__", classmethod(timed)))
         for owner, name, stage in _METHODS:
             self._replacements.append((owner, name, stopwatch(vars(owner)[name], stage, self.log)))
-        self._replacements += [(kind, "run", _timed_run(kind, self.log)) for kind in CALLING]
+        self._replacements += [(kind, "run", _timed_run(kind, self.log)) for kind in DIRECT_KINDS]
 
     def __enter__(self) -> Log:
         self.log.clear()

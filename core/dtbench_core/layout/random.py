@@ -37,7 +37,7 @@ from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Partial
 from dtbench_core.layout.shard_layout import part_of, window_of
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import Wrapper, held_by, wrap
+from dtbench_core.layout.wrapper import Wrapper, stored_local, wrap
 from dtbench_core.op_types import Ctx
 from dtbench_core.runtime import PerRank, simulation
 from dtbench_core.torch_compat import (
@@ -106,7 +106,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
     if spec.row_major and not (pending or simulation.active or dispatch_modes_active() or regions.get()):
         # Nothing is to be decided, and nobody looks on: what the ops below would draw and compute.
         keep_in_step(spec.info)
-        local = held_by(input)
+        local = stored_local(input)
         whole = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
         drawn(spec.info, spec.replica_dims, lambda: whole.bernoulli_(1 - p))
         part = window_of(whole, spec)
@@ -121,7 +121,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
         else:
             keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
             run(torch.ops.aten.bernoulli_.float, (), (keep, 1 - p))  # type: ignore[call-arg]
-        held_by(keep).div_(1 - p)
+        stored_local(keep).div_(1 - p)
     return input * keep
 
 
@@ -131,7 +131,7 @@ class Dropout(AutogradFunction):
     @staticmethod
     def forward(ctx: Ctx, input: Wrapper, keep: Wrapper) -> Wrapper:
         ctx.save_for_backward(keep)
-        return wrap(type(input).viewed, held_by(input) * held_by(keep), input._spec)
+        return wrap(type(input).viewed, stored_local(input) * stored_local(keep), input._spec)
 
     @staticmethod
     def backward(ctx: Ctx, grad: Wrapper) -> tuple[Any, None]:

@@ -71,7 +71,7 @@ class SharedMemory:
     Attributes:
         traced: whether this process has traced a graph.
         writes: number of writes by ops to any of the tensors.
-        follow: gives the plain tensor that lent the memory the autograd history of a DTensor that was written to.
+        update_lender: gives the plain tensor that lent the memory the autograd history of a DTensor that was written to.
         lender: the memory that the values were copied from, for a result of a compiled graph.
         counter: shares torch's count of writes with the argument of which a compiled graph returned a copied view.
             Graphs write to arguments without an op that `writes` would count.
@@ -87,7 +87,7 @@ class SharedMemory:
     __slots__ = (
         "__weakref__",
         "counter",
-        "follow",
+        "update_lender",
         "in_history",
         "lender",
         "of_input",
@@ -101,7 +101,7 @@ class SharedMemory:
         self.writes, self.source, self.of_input = 0, source, source is not None
         self.twice = self.in_history = False
         self.results: SharedResults | None = None
-        self.follow: Callable[[Wrapper], None] | None = None
+        self.update_lender: Callable[[Wrapper], None] | None = None
         self.lender: SharedMemory | None = None
         self.counter: torch.Tensor | None = None
 
@@ -215,7 +215,7 @@ def data_of(tensor: Wrapped) -> Wrapped:
     """torch's `.data`: the same memory, whose writes count apart from those of `tensor`."""
     with DisableTorchFunction():
         data: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-    if (local := held_by(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
+    if (local := stored_local(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
         data._local_tensor = local.data
     return data
 
@@ -238,11 +238,11 @@ def shares_memory(tensor: Wrapper) -> bool:
         if tensor._memory[1] or _is_watched(tensor._memory[0]) or _holders(tensor) != _ALONE:
             return True
         tensor._memory = None
-    return bool(_lent and _borrowers(held_by(tensor)))
+    return bool(_lent and _borrowers(stored_local(tensor)))
 
 
 def _is_watched(memory: SharedMemory) -> bool:
-    return memory.of_input or memory.follow is not None
+    return memory.of_input or memory.update_lender is not None
 
 
 def _holders(tensor: Value) -> tuple[int, int]:
@@ -254,8 +254,10 @@ def _holders(tensor: Value) -> tuple[int, int]:
 _ALONE = _holders(SimpleNamespace(_memory=(SharedMemory(), 0)))
 
 
-# Who has to follow a write, once autograd has recorded it: what `SharedMemory.follow` says, of which tensor.
-followed: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank("wrapper.followed", list)
+# Who has to update_lender a write, once autograd has recorded it: what `SharedMemory.update_lender` says, of which tensor.
+written_views: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank(
+    "wrapper.written_views", list
+)
 
 
 def count_write(tensor: Wrapper) -> None:
@@ -273,18 +275,22 @@ def count_write(tensor: Wrapper) -> None:
             )
         memory = tensor._memory[0]
         memory.writes += 1
-        if (memory.follow is not None or memory.of_input) and tensor.requires_grad and is_grad_enabled():
+        if (
+            (memory.update_lender is not None or memory.of_input)
+            and tensor.requires_grad
+            and is_grad_enabled()
+        ):
             memory.in_history = True
-            if memory.follow is not None:
-                followed.get().append((memory.follow, tensor))
+            if memory.update_lender is not None:
+                written_views.get().append((memory.update_lender, tensor))
     count_for_borrowers(tensor)
 
 
-def let_follow(followers: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
+def update_lenders(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
     """Above autograd, after the writes of a call."""
-    while followers:
-        follow, written = followers.pop()
-        follow(written)
+    while pending:
+        update_lender, written = pending.pop()
+        update_lender(written)
 
 
 # The memory of copied views, while it lives. It is noted on the storage of the local tensor that they were taken of: a
@@ -304,14 +310,14 @@ def _borrowers(local: torch.Tensor) -> list[SharedMemory]:
 
 def count_by_storage(base: Wrapper, memory: SharedMemory) -> None:
     """From now on `memory` counts the writes to all that hold what `base` does, though they may not know of it."""
-    local = held_by(base)
+    local = stored_local(base)
     if local.__class__ is torch.Tensor:
         _note_lent(local, memory)
 
 
 def note_argument(tensor: Wrapper) -> None:
     """Notes on the storage of an argument of a graph how writes to it are counted, for `borrow`."""
-    noted = vars(held_by(tensor).untyped_storage())
+    noted = vars(stored_local(tensor).untyped_storage())
     if "counter" not in noted:
         noted["counter"] = counter_of(tensor)
     noted["lender"] = None if tensor._memory is None else tensor._memory[0]
@@ -328,12 +334,12 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
 def count_for_borrowers(tensor: Wrapper) -> None:
     """After what `tensor` holds was written to."""
     if _lent:
-        for memory in _borrowers(held_by(tensor)):
+        for memory in _borrowers(stored_local(tensor)):
             memory.writes += 1
 
 
 # The local tensor, whatever the tensor's class says of reading it.
-held_by: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
+stored_local: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
 # What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
 # a pending reduction that was materialised, and how it crossed the boundary of a compiled graph.

@@ -35,7 +35,7 @@ from dtbench_core.layout.wrapper import (
     borrow,
     count_by_storage,
     count_for_borrowers,
-    held_by,
+    stored_local,
     share_memory,
     wrap,
 )
@@ -109,7 +109,7 @@ class CopiedView:
     def _local_tensor(self: Any) -> torch.Tensor:
         if state_of(self) is ViewState.STALE:
             _refresh(self)
-        return held_by(self)
+        return stored_local(self)
 
     @_local_tensor.setter
     def _local_tensor(self: Any, local: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class CopiedView:
             if isinstance(self, torch.nn.Parameter):
                 copied = torch.nn.Parameter(copied, self.requires_grad)
         else:
-            owner, local, gathered = deepcopy((origin.owner, held_by(self), origin.gathered), memo)
+            owner, local, gathered = deepcopy((origin.owner, stored_local(self), origin.gathered), memo)
             offset = self._memory[1] - origin.owner._memory[1]  # type: ignore[index]
             copied = copied_view(self.viewed, local, self._spec, owner, gathered, offset)
         memo[id(self)] = copied
@@ -152,7 +152,7 @@ def copied_view(
     view = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, view, offset)
     count_by_storage(base, memory)
-    view._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, held_by(base))  # type: ignore[attr-defined]
+    view._origin = Origin(base, version_of(base), memory.count(), gathered, base._spec, stored_local(base))  # type: ignore[attr-defined]
     if is_functional(local):
         view._of_backward = in_backward_pass()  # type: ignore[attr-defined]
         if memory.results is None:
@@ -185,7 +185,7 @@ def reusable_origin(tensor: Value) -> Origin | None:
     is_current = (
         origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
     )
-    return origin if is_current and origin.local is held_by(origin.owner) else None
+    return origin if is_current and origin.local is stored_local(origin.owner) else None
 
 
 def state_of(tensor: Value) -> ViewState:

@@ -9,7 +9,7 @@ import torch
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout.placement import permuted
 from dtbench_core.layout.spec import contiguous_stride
-from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Wrapper, stored_local
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import OpCall, Strategy, aten, decomposition, rule
 from dtbench_core.torch_compat import active_tracer, is_functional, traced_value
@@ -24,7 +24,7 @@ def same_placements(tensor: Value, tangent: Any) -> bool:
     """
     tracer = active_tracer()
     # AOTAutograd traces the tensors inside wrappers.
-    unknown = isinstance(tensor, Wrapper) and not is_functional(held_by(tensor))
+    unknown = isinstance(tensor, Wrapper) and not is_functional(stored_local(tensor))
     if tracer is not None and unknown and traced_value(tensor, tracer) is tensor:
         raise NoRuleError(
             f"got a tangent of {tensor._spec} in a traced graph, expected this tensor to be an input of the graph "

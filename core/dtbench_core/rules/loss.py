@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement, Shard
-from dtbench_core.layout.wrapper import Wrapper, held_by
+from dtbench_core.layout.wrapper import Wrapper, stored_local
 from dtbench_core.op_types import Call, Value
 from dtbench_core.rules.base import OpCall, PlacementRow, Strategy, aten, decomposition, pending_rows, rule
 from dtbench_core.rules.labels import SUM, broadcast_placements, replicate
@@ -166,7 +166,7 @@ def one_hot(input: Value, num_classes: int = -1) -> Value:
             return torch.nn.functional.one_hot(input, num_classes).contiguous()
         wrong = torch.bitwise_or(input < 0, input >= classes).any()
         if input._spec.info.device_type != "cpu":
-            torch._assert_async(held_by(replicate(wrong)) == 0)  # does not synchronize
+            torch._assert_async(stored_local(replicate(wrong)) == 0)  # does not synchronize
         elif wrong.item():
             upper_bound = "" if num_classes == -1 else f" and < {num_classes}"
             raise ArgumentError(

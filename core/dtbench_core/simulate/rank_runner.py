@@ -234,8 +234,8 @@ def _counted(is_counted: bool) -> AbstractContextManager[None]:
     """
     if is_counted:
         return nullcontext()
-    warned = fallback.seen.get().warned
-    return using_values((comm.counters, []), (fallback.seen, fallback.FallbackLog(warned=warned)))
+    warned = fallback.logs.get().warned
+    return using_values((comm.counters, []), (fallback.logs, fallback.FallbackLog(warned=warned)))
 
 
 def generators_in(arguments: Any) -> list[torch.Generator]:

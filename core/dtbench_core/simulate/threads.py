@@ -535,7 +535,7 @@ class ThreadWorld:
     def _start(self) -> None:
         self._c10d = [c10d_state.RankC10d() for _ in range(self.world_size)]
         # Ops that replicate their inputs are counted, and warned of, for all ranks together.
-        self._rank_values = [initial_values(inherited=[fallback.seen]) for _ in range(self.world_size)]
+        self._rank_values = [initial_values(inherited=[fallback.logs]) for _ in range(self.world_size)]
         c10d_state.register_backend(_BACKEND, _make_group)
         try:
             values_of_ranks(

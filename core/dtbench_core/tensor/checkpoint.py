@@ -28,8 +28,13 @@ from dtbench_core.layout.placement import (
     held_runs,
 )
 from dtbench_core.layout.spec import DTensorSpec
+<<<<<<< HEAD
 from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, held_by, wrap
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, reusable_origin
+=======
+from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, stored_local, wrap
+from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
+>>>>>>> 7db2cb7b (Explain how an op is dispatched, in plain words)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -54,7 +59,7 @@ def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     spec = tensor._spec
     if (origin := reusable_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
-        parts = (held_by(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
+        parts = (stored_local(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
     if tensor._memory is not None:  # which views in the file share with it

@@ -9,8 +9,20 @@ import torch
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.spec import DTensorSpec
+<<<<<<< HEAD
 from dtbench_core.layout.wrapper import Crossing, SharedMemory, SharedResults, Wrapper, held_by, note_argument
 from dtbench_core.redistribute.copied_view import is_copied, refresh_stale
+=======
+from dtbench_core.layout.wrapper import (
+    Crossing,
+    SharedMemory,
+    SharedResults,
+    Wrapper,
+    stored_local,
+    note_argument,
+)
+from dtbench_core.redistribute.copied_view import is_copied, read_again
+>>>>>>> 7db2cb7b (Explain how an op is dispatched, in plain words)
 from dtbench_core.torch_compat import (
     as_functional,
     functionalization,
@@ -32,7 +44,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     A graph that returns a copied view of an argument returns the argument's local tensor beside it, by which later
     writes to the argument are noticed.
     """
-    crossing, local = tensor._crossing, held_by(tensor)
+    crossing, local = tensor._crossing, stored_local(tensor)
     if SharedResults.exist and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
         note_argument(tensor)
     if is_functional(local):
@@ -114,7 +126,7 @@ class MarkedDims(set[int]):
         if tensor is None:
             return
         for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
-            vars(held_by(tensor)).pop(name, None)  # it marks the local tensor first
+            vars(stored_local(tensor)).pop(name, None)  # it marks the local tensor first
         vars(tensor).get("_dynamo_hint_overrides", {}).clear()  # a size is what it is
         torch._dynamo.maybe_mark_dynamic(tensor, index)
 

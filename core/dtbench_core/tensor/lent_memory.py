@@ -19,7 +19,7 @@ from dtbench_core.op_types import Ctx
 _Window = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
 
 
-class _Follows(torch.autograd.Function):
+class _SameHistory(torch.autograd.Function):
     """The tensor, which was written to as `written` was; its gradient is that of `written`."""
 
     @staticmethod
@@ -39,12 +39,14 @@ def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
     if base is not None and base.dtype == local.dtype:  # may be used where nobody holds `local` any more
         window = (local.size(), local.stride(), local.storage_offset())
     memory = SharedMemory()
-    memory.follow = partial(_follow, ref(local if base is None or window is None else base), window)
+    memory.update_lender = partial(
+        _update_lender, ref(local if base is None or window is None else base), window
+    )
     tensor._memory = (memory, 0)
     return tensor
 
 
-def _follow(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
+def _update_lender(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
     local = lender()
     if local is None or not torch.is_grad_enabled():
         return
@@ -53,4 +55,4 @@ def _follow(lender: ReferenceType[torch.Tensor], window: _Window | None, written
     whole = written if written._base is None else written._base
     # It was written to once, which autograd has counted: results that the op saved are those of now.
     with keep_version(local):
-        _Follows.apply(local, whole.to_local())  # type: ignore[attr-defined]
+        _SameHistory.apply(local, whole.to_local())  # type: ignore[attr-defined]
