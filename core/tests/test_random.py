@@ -185,7 +185,7 @@ def test_ranks_that_draw_alone_are_resynchronized(placements: list[Any], movers:
                 torch.rand(5) if way == "draw" else torch.manual_seed(dist.get_rank())
             got = torch.rand_like(x).full_tensor()
     torch.testing.assert_close(got, _draws_after(11, 3), rtol=0, atol=0)
-    assert sum("it takes back the state" in str(one.message) for one in warned) <= moves
+    assert sum("its generator is reset to" in str(one.message) for one in warned) <= moves
 
 
 def _moved_differently(placements: list[Any]) -> list[torch.Tensor]:
@@ -272,7 +272,7 @@ def test_captured_draw_reads_no_generator_and_sends_nothing() -> None:
         patch.setattr(info, "device_type", "cuda")
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         patch.setattr(in_step, "generators", lambda _: pytest.fail("the generator was asked"))
-        assert in_step.drawn(info, x._spec.replica_dims, lambda: 5) == 5
+        assert in_step.draw_in_step(info, x._spec.replica_dims, lambda: 5) == 5
     assert not sent.calls
     with comm.count_collectives() as sent:
         torch.rand_like(x)

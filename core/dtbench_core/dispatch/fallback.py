@@ -27,7 +27,7 @@ from dtbench_core.dispatch.metadata import (
 from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import NoRuleError
 from dtbench_core.layout import random
-from dtbench_core.layout.in_step import drawn
+from dtbench_core.layout.in_step import draw_in_step
 from dtbench_core.layout.mesh import MeshInfo
 from dtbench_core.layout.placement import REPLICATE
 from dtbench_core.layout.shard_layout import empty_part
@@ -118,7 +118,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     if draws:
         random.keep_in_step(mesh)
     if draws and kwargs.get("generator") is None:
-        result = drawn(mesh, None, lambda: op(*full_args, **full_kwargs))
+        result = draw_in_step(mesh, None, lambda: op(*full_args, **full_kwargs))
     else:
         result = op(*full_args, **full_kwargs)
     for tensor in written:

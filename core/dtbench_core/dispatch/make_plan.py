@@ -284,7 +284,7 @@ def first_run(
                 f"{spec} has {spec.dtype} {list(spec.local_shape)} on this rank; please report it"
             )
     in_order = all(
-        holds_shards(stored_local(tensor)) or tensor._spec.lays_out(stored_local(tensor))
+        holds_shards(stored_local(tensor)) or tensor._spec.matches_strides(stored_local(tensor))
         for tensor in wrapped
     )
     if not plan.info.aliases and not plan.writes and not in_order:

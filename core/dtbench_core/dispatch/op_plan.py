@@ -27,7 +27,7 @@ from dtbench_core.dispatch.metadata import sorted_by_name, written_by
 from dtbench_core.dispatch.op_info import OpInfo
 from dtbench_core.dispatch.overlap import KnownRefusals, may_share_memory, refuse_overlap
 from dtbench_core.layout.placement import Placements
-from dtbench_core.layout.shard_layout import laid_out
+from dtbench_core.layout.shard_layout import with_local_stride
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
     SharedMemory,
@@ -54,13 +54,13 @@ class Move(NamedTuple):
     """A redistribution of one input before the op runs.
 
     Attributes:
-        index: position among the call's tensors.
+        position: position among the call's tensors.
         route: the steps of the redistribution.
         spec: spec of the input.
         placements: placements that the op needs.
     """
 
-    index: int
+    position: int
     route: Route
     spec: DTensorSpec
     placements: Placements
@@ -126,7 +126,7 @@ class OpPlan:
         return plan
 
     def with_spec_strides(self) -> OpPlan:
-        """Returns this plan for a local op whose results current other strides than their specs say."""
+        """Returns this plan for a local op whose results have other strides than their specs say."""
         kernel, out = self.kernel, self.out
 
         def run(*args: object, **kwargs: object) -> Value:
@@ -143,7 +143,7 @@ class OpPlan:
 
 def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """Returns `local`, or a copy of it with the strides that the spec says."""
-    return local if spec.lays_out(local) else laid_out(local, spec)
+    return local if spec.matches_strides(local) else with_local_stride(local, spec)
 
 
 def _counted(plan: OpPlan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
@@ -489,7 +489,7 @@ class Moving(Around):
             for move in self.moves:
                 context.observe(self.info.op, move.spec, move.placements)
         places = _places(args)
-        if places is None or self.moves[-1].index >= len(places):
+        if places is None or self.moves[-1].position >= len(places):
             return self._moved_inside(args, options, locals_, kwargs)
         locals_ = list(locals_)
         for index, route, _, placements in self.moves:

@@ -127,7 +127,7 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
     spec = out._spec
     if spec.has_partial() and not (isinstance(value, Wrapper) and value._spec.placements == spec.placements):
         raise PlacementError(
-            f"{op} got out= {spec}, expected Shard or Replicate: the terms that each rank should hold are not defined"
+            f"{op} got out= {spec}, expected Shard or Replicate: nothing says which terms the ranks should hold"
         )
     if tuple(value.shape) != tuple(spec.shape):
         _resize(op, out, value)

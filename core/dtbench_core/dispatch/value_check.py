@@ -75,8 +75,8 @@ def _divides_integers(call: OpCall) -> bool:
 
 
 def _groups(info: MeshInfo, dims: set[int]) -> list[Value]:
-    if len(dims) == info.ndim and info.whole is not None:
-        return [info.whole]
+    if len(dims) == info.ndim and info.world_group is not None:
+        return [info.world_group]
     return [info.groups[dim] for dim in sorted(dims)]
 
 

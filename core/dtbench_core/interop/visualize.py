@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dtbench_core.errors import ArgumentError, describe_ranks
-from dtbench_core.layout.placement import held_runs, local_extents
+from dtbench_core.layout.placement import local_extents, runs_of_rank
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.tensor.dtensor import DTensor
 
@@ -77,7 +77,7 @@ def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
     for index in itertools.product(*(range(info.sizes[d]) for d in sharding_dims)):
         owner = tuple(zip(sharding_dims, index, strict=True))
         coordinate = tuple(dict(owner).get(d, 0) for d in range(info.ndim))
-        for offset, length in held_runs(spec.shape[dim], dim, spec.placements, info.sizes, coordinate):
+        for offset, length in runs_of_rank(spec.shape[dim], dim, spec.placements, info.sizes, coordinate):
             runs.append((offset, length, owner))
     return [Segment(f"{offset}:{offset + n}", n, owner) for offset, n, owner in sorted(runs) if n]
 

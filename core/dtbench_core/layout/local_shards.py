@@ -1,13 +1,13 @@
-"""LocalShardsWrapper: the shards of one embedding table that a rank holds, each where it lies in the table.
+"""LocalShardsWrapper: the shards of one embedding table on a rank, with their offsets in the table.
 
-What torchrec's sharded modules keep in a state dict, as a DTensor around a wrapper:
+torchrec's sharded modules keep DTensors of such wrappers in their state dicts:
 
     wrapper = LocalShardsWrapper([rows], [(first_row, 0)])
     DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=table_shape, stride=(width, 1))
 
-`to_local()` hands the wrapper back. torch.distributed.checkpoint writes and reads the shards one by one at
-their own offsets. The wrapper itself knows the few ops that this takes; `joined()` gives a plain tensor for
-all others, and `full_tensor()` and `redistribute()` of the DTensor use it.
+`to_local()` returns the wrapper. torch.distributed.checkpoint writes and reads each shard at its own offset. The
+wrapper supports only the ops that this needs; `joined()` gives a plain tensor for all others. `full_tensor()` and
+`redistribute()` of the DTensor use it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,22 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Done shard by shard with the same further arguments; the result lies where the shards lie.
+# Ops that run on each shard with the same further arguments; their results have the same offsets.
 _SHARD_BY_SHARD = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.empty_like.default)
 
 
 class LocalShardsWrapper(torch.Tensor):
-    """The shards of one table that this rank holds: one, or several column shards of the same rows.
+    """The shards of one table on this rank: a single shard, or several column shards of the same rows.
 
-    As a tensor it has the shape of the shards set side by side, [rows, columns of all], and no memory of
-    its own. A rank that holds none wraps one without elements: `torch.empty(0, width)` where rows are cut,
-    `torch.empty(rows, 0)` where columns are.
+    As a tensor it has the shape of the shards concatenated along the columns, and no memory of its own. A rank without
+    shards wraps an empty one: `torch.empty(0, width)` if rows are sharded, `torch.empty(rows, 0)` if columns are.
 
     Args:
-        local_shards: tensors [rows, columns] of one dtype and device, with equally many rows. Kept, not
-            copied.
-        offsets: of each shard its (row, column) in the table.
+        local_shards: tensors [rows, columns] of one dtype and device, with equally many rows. They are not copied.
+        offsets: (row, column) of each shard in the table.
 
     Raises:
-        LayoutError: shards that cannot stand side by side, or offsets that do not fit them.
+        LayoutError: shards that cannot be concatenated, or offsets that do not fit them.
     """
 
     _shards: list[torch.Tensor]
@@ -91,20 +89,19 @@ class LocalShardsWrapper(torch.Tensor):
 
     @functools.cached_property
     def storage_meta(self) -> TensorStorageMetadata:
-        """What torch.distributed.checkpoint records of a tensor: properties, the wrapper's shape, its shards
-        as chunks."""
+        """The metadata of torch.distributed.checkpoint: properties, the wrapper's shape, the shards as chunks."""
         from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
         properties = TensorProperties.create_from_tensor(self._shards[0])
         return TensorStorageMetadata(properties=properties, size=self.shape, chunks=_chunks(self))
 
     def joined(self) -> torch.Tensor:
-        """[rows, columns of all] the shards side by side: a copy if there are several, else the shard."""
+        """Returns the shards concatenated along the columns: a copy if there are several, else the shard."""
         return self._shards[0] if len(self._shards) == 1 else torch.cat(self._shards, dim=1)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        held = ", ".join(f"{s} at {tuple(o)}" for s, o in zip(self._shards, self._offsets, strict=True))
-        return f"LocalShardsWrapper({held})"
+        listed = ", ".join(f"{s} at {tuple(o)}" for s, o in zip(self._shards, self._offsets, strict=True))
+        return f"LocalShardsWrapper({listed})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -116,27 +113,26 @@ class LocalShardsWrapper(torch.Tensor):
         if func in _BY_OP:
             return _BY_OP[func](*args, **(kwargs or {}))
         raise NoRuleError(
-            f"{func} is not supported for LocalShardsWrapper! It knows what a state dict needs: view, detach, clone, "
-            "copy_, to, equal and empty_like; for other ops take wrapper.joined(), a plain tensor, and make the "
-            "DTensor of that"
+            f"{func} is not supported for LocalShardsWrapper! It supports the ops of state dicts: view, detach, clone, "
+            "copy_, to, equal and empty_like; for other ops make the DTensor of the plain tensor wrapper.joined()"
         )
 
-    # As torch's own way would make them without their shards.
+    # torch would copy the wrapper without its shards.
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return LocalShardsWrapper, (self._shards, [tuple(offset) for offset in self._offsets])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalShardsWrapper:
         if id(self) not in memo:
-            own = [s.detach().clone(memory_format=torch.contiguous_format) for s in self._shards]
-            memo[id(self)] = LocalShardsWrapper(own, self._offsets)
+            copies = [s.detach().clone(memory_format=torch.contiguous_format) for s in self._shards]
+            memo[id(self)] = LocalShardsWrapper(copies, self._offsets)
         return cast("LocalShardsWrapper", memo[id(self)])
 
-    # What torch.distributed.checkpoint asks of a tensor; a DTensor passes the question on.
+    # Methods that torch.distributed.checkpoint calls; a DTensor calls those of its local tensor.
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
-        """The shards as parts of `object`, whose shape is the table's.
+        """Returns the shards as parts of `object`, which has the table's shape.
 
         Raises:
-            LayoutError: a shard that reaches out of the table.
+            LayoutError: a shard exceeds the table.
         """
         size = torch.Size(object.shape)
         return write_items(fqn, chunks_within(self, size), self._shards[0], size)
@@ -145,7 +141,7 @@ class LocalShardsWrapper(torch.Tensor):
         return _chunks(self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The shard that starts at `index.offset`."""
+        """Returns the shard that starts at `index.offset`."""
         for shard, offset in zip(self._shards, self._offsets, strict=True):
             if index.offset is not None and tuple(offset) == tuple(index.offset) and shard.numel():
                 return shard
@@ -166,7 +162,7 @@ def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
     got = f"LocalShardsWrapper got shards of the shapes {[list(s.shape) for s in shards]}"
     if not shards:
         raise LayoutError(
-            f"{got}, expected at least one: on a rank without a shard wrap one without elements, such as "
+            f"{got}, expected at least one: on a rank without a shard wrap an empty one, such as "
             "torch.empty(0, width)"
         )
     if len(shards) != len(places):
@@ -187,54 +183,54 @@ def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
             "device: put shards of other rows in a table of their own"
         )
     columns = sorted((place[1], shard.size(1)) for shard, place in zip(shards, places, strict=True))
-    if any(one[0] + one[1] > other[0] for one, other in itertools.pairwise(columns)):
+    if any(left[0] + left[1] > right[0] for left, right in itertools.pairwise(columns)):
         raise LayoutError(f"{got}, expected shards that do not overlap")
 
 
 # ---- the ops that are more than one call per shard ----
 
 
-def _view(held: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
-    _require_own_shape(held, "view", torch.empty(held.shape, device="meta").view(shape).shape)
-    return LocalShardsWrapper([shard.view(shard.shape) for shard in held._shards], held._offsets)
+def _view(wrapper: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
+    _require_own_shape(wrapper, "view", torch.empty(wrapper.shape, device="meta").view(shape).shape)
+    return LocalShardsWrapper([shard.view(shard.shape) for shard in wrapper._shards], wrapper._offsets)
 
 
-def _new_empty(held: LocalShardsWrapper, size: Sequence[int], **others: Any) -> LocalShardsWrapper:
-    """For asynchronous checkpoints."""
-    _require_own_shape(held, "new_empty", size)
-    empty = [shard.new_empty(shard.shape, **others) for shard in held._shards]
-    return LocalShardsWrapper(empty, held._offsets)
+def _new_empty(wrapper: LocalShardsWrapper, size: Sequence[int], **options: Any) -> LocalShardsWrapper:
+    """Makes an empty wrapper, for asynchronous checkpoints."""
+    _require_own_shape(wrapper, "new_empty", size)
+    empty = [shard.new_empty(shard.shape, **options) for shard in wrapper._shards]
+    return LocalShardsWrapper(empty, wrapper._offsets)
 
 
-def _require_own_shape(held: LocalShardsWrapper, op: str, shape: Sequence[int]) -> None:
-    """An offset says nothing of a shard in another shape."""
-    if tuple(shape) != tuple(held.shape):
+def _require_own_shape(wrapper: LocalShardsWrapper, op: str, shape: Sequence[int]) -> None:
+    """Raises if an op would change the shape, since the offsets would no longer hold."""
+    if tuple(shape) != tuple(wrapper.shape):
         raise NoRuleError(
             f"aten.{op}.default to {list(shape)} is not supported for LocalShardsWrapper! Expected its own shape "
-            f"{list(held.shape)}, in which its shards have their places: take wrapper.joined().{op}({list(shape)})"
+            f"{list(wrapper.shape)}, in which its shards have their places: take wrapper.joined().{op}({list(shape)})"
         )
 
 
-def _copy_(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Column by column as they stand, whatever either is cut into."""
-    if to.shape != source.shape:
-        raise LayoutError(f"copy_ got {list(source.shape)} for {list(to.shape)}, expected the same shape")
-    for part, values in _same_columns(to, source):
+def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """Copies column by column; target and source may have different shards."""
+    if target.shape != source.shape:
+        raise LayoutError(f"copy_ got {list(source.shape)} for {list(target.shape)}, expected the same shape")
+    for part, values in _same_columns(target, source):
         part.copy_(values, non_blocking)
-    return to
+    return target
 
 
-def equal_shards(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal values; of two wrappers, in the same places of the table. Goes to the shards without dispatch."""
-    if one.shape != other.shape:
+def equal_shards(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the values are equal, and the offsets of two wrappers. Compares the shards without dispatch."""
+    if first.shape != second.shape:
         return False
-    if holds_shards(one) and holds_shards(other) and _places(one) != _places(other):
+    if holds_shards(first) and holds_shards(second) and _places(first) != _places(second):
         return False
-    return all(torch.equal(*pair) for pair in _same_columns(one, other))
+    return all(torch.equal(*pair) for pair in _same_columns(first, second))
 
 
 _BY_OP: dict[Any, Call] = {
-    aten.is_pinned.default: lambda held, device=None: held._shards[0].is_pinned(),
+    aten.is_pinned.default: lambda wrapper, device=None: wrapper._shards[0].is_pinned(),
     aten.view.default: _view,
     aten.new_empty.default: _new_empty,
     aten.copy_.default: _copy_,
@@ -242,15 +238,15 @@ _BY_OP: dict[Any, Call] = {
 }
 
 
-def _same_columns(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The two joined tensors, of one shape, in stretches of columns that neither has cut: views."""
-    sides = [t._shards if holds_shards(t) else [t] for t in (one, other)]
+def _same_columns(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields pairs of views with the same columns, none of which crosses a boundary between shards."""
+    sides = [t._shards if holds_shards(t) else [t] for t in (first, second)]
     cuts = sorted({end for shards in sides for end in itertools.accumulate(s.size(1) for s in shards)})
     return zip(*(_cut(shards, cuts) for shards in sides), strict=True)
 
 
 def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The shards set side by side, cut before these columns."""
+    """Yields the concatenated shards, cut before these columns."""
     end = 0
     for shard in shards:
         start, end = end, end + shard.size(1)
@@ -258,13 +254,13 @@ def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.
             yield from shard.tensor_split([cut - start for cut in cuts if start < cut < end], dim=1)
 
 
-def _places(held: LocalShardsWrapper) -> list[tuple[int, int, int]]:
-    """(row, column, columns) of the stretches of the table that the joined tensor is made of, in order."""
+def _places(wrapper: LocalShardsWrapper) -> list[tuple[int, int, int]]:
+    """Returns (row, first column, columns) of the parts of the table that the shards cover, in order."""
     places: list[tuple[int, int, int]] = []
-    for shard, (row, column) in zip(held._shards, held._offsets, strict=True):
+    for shard, (row, column) in zip(wrapper._shards, wrapper._offsets, strict=True):
         if places and places[-1][1] + places[-1][2] == column:
             places[-1] = (row, places[-1][1], places[-1][2] + shard.size(1))
-        elif shard.numel() or len(held._shards) == 1:
+        elif shard.numel() or len(wrapper._shards) == 1:
             places.append((row, column, shard.size(1)))
     return places
 
@@ -272,17 +268,22 @@ def _places(held: LocalShardsWrapper) -> list[tuple[int, int, int]]:
 # ---- where the shards lie ----
 
 
-def _chunks(held: LocalShardsWrapper) -> list[ChunkStorageMetadata]:
+def _chunks(wrapper: LocalShardsWrapper) -> list[ChunkStorageMetadata]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    pairs = zip(held._offsets, held.shard_sizes, strict=True)
+    pairs = zip(wrapper._offsets, wrapper.shard_sizes, strict=True)
     return [ChunkStorageMetadata(offsets=offset, sizes=size) for offset, size in pairs]
 
 
 def write_items(
     fqn: str, chunks: Sequence[ChunkStorageMetadata], like: torch.Tensor, size: torch.Size
 ) -> list[WriteItem]:
-    """What torch.distributed.checkpoint saves as parts of a tensor of this size and the properties of `like`."""
+    """Returns the write items of torch.distributed.checkpoint for parts of a tensor.
+
+    Args:
+        like: tensor with the same properties.
+        size: shape of the tensor.
+    """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -297,56 +298,55 @@ def write_items(
     ]
 
 
-def chunks_within(held: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStorageMetadata]:
-    """The shards with elements, for a checkpoint of a table of this shape.
+def chunks_within(wrapper: LocalShardsWrapper, shape: torch.Size) -> list[ChunkStorageMetadata]:
+    """Returns the shards that have elements, for a checkpoint of a table of this shape.
 
     Raises:
-        LayoutError: one that reaches out of the table.
+        LayoutError: a shard exceeds the table.
     """
-    chunks = [c for c in _chunks(held) if 0 not in c.sizes]
+    chunks = [c for c in _chunks(wrapper) if 0 not in c.sizes]
     for chunk in chunks:
         ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
         if len(shape) != 2 or any(end > size for end, size in zip(ends, shape, strict=True)):
             raise LayoutError(
                 f"got a shard of {list(chunk.sizes)} at {tuple(chunk.offsets)} in a table of {list(shape)}, expected "
-                "one that lies within: an offset is the (row, column) of the shard's first element; save the DTensor, "
-                "which knows the table's shape"
+                "a shard inside the table: an offset is the (row, column) of the shard's first element; save the "
+                "DTensor, which has the table's shape"
             )
     return chunks
 
 
-def _misplaced(held: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
-    """How the offsets contradict what the placements say of this rank's part, or None."""
+def _misplaced(local: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
+    """Returns how the offsets contradict the placements of this rank's part, or None."""
     row, column = spec.local_offset
-    for shard, offset in zip(held._shards, held._offsets, strict=True):
+    for shard, offset in zip(local._shards, local._offsets, strict=True):
         if shard.numel() and tuple(offset) != (row, column):
             return f"{list(shard.shape)} at {tuple(offset)} where {(row, column)} was expected"
         column += shard.size(1)
     return None
 
 
-def check_places(held: torch.Tensor, spec: DTensorSpec) -> None:
-    """Whether every rank's shards lie where the placements say; nothing to ask of plain tensors. All ranks of
-    the mesh call it.
+def check_places(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Checks that the shards' offsets are those of the placements on every rank. All ranks of the mesh must call it.
 
     Raises:
-        LayoutError: on every rank, if any rank's do not.
+        LayoutError: on every rank, if the offsets differ on any rank.
     """
-    if not holds_shards(held) or spec.info.coordinate is None:
+    if not holds_shards(local) or spec.info.coordinate is None:
         return
-    reasons = [_misplaced(held, spec)]
+    reasons = [_misplaced(local, spec)]
     for group in spec.info.groups:
         reasons = [reason for part in comm.all_gather_objects(reasons, group) for reason in part]
     wrong = [f"mesh rank {i}: {reason}" for i, reason in enumerate(reasons) if reason is not None]
     if wrong:
         raise LayoutError(
-            f"got shards of {spec} in other places than its placements say ({'; '.join(wrong)}); expected them in the "
+            f"got shards of {spec} at other offsets than its placements say ({'; '.join(wrong)}); expected them in the "
             "order of the ranks: correct the offsets, or save and load through torch.distributed.checkpoint, which "
             "takes any"
         )
 
 
-def plain_part(held: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of the tensor, shards joined; all ranks of the mesh call it. Errors as for `check_places`."""
-    check_places(held, spec)
-    return held.joined() if holds_shards(held) else held
+def plain_part(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Returns this rank's part as a plain tensor. All ranks of the mesh must call it. Raises as `check_places` does."""
+    check_places(local, spec)
+    return local.joined() if holds_shards(local) else local

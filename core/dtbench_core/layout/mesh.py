@@ -1,7 +1,7 @@
-"""What the hot path needs to know of a torch DeviceMesh, looked up once per mesh.
+"""Properties of a torch DeviceMesh that every op needs, computed once per mesh.
 
-The mesh itself is torch's. `MeshInfo` holds its sizes, this rank's coordinate and its process
-groups in plain tuples, because DeviceMesh answers each of these through Python in microseconds.
+DeviceMesh takes microseconds to return its sizes, this rank's coordinate or its process groups. `MeshInfo` has them in
+plain tuples.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from dtbench_core.torch_compat import current_mesh, mesh_dim_groups, ranks_of_me
 
 
 class MeshInfo:
-    """One per mesh of a live world; equal meshes on the same process groups share it.
-
-    Compared by identity.
+    """Properties of one mesh. Equal meshes on the same process groups share an object, so it is compared by identity.
 
     Attributes:
-        coordinate: None on a rank outside the mesh.
-        groups: of each mesh dim, its ranks in the order of their coordinates.
-        whole: the process group of all ranks of the mesh in row-major order, where the mesh is the whole world; else
-            None.
+        coordinate: this rank's coordinate; None on a rank outside the mesh.
+        groups: this rank's process group along each mesh dim, with its ranks in the order of their coordinates.
+        world_group: the process group of all ranks of the mesh in row-major order, if the mesh contains the whole
+            world; else None.
         output_lengths, known_lengths: see Note [Lengths of plain parts] in parallel/convert.py.
     """
 
@@ -41,7 +39,7 @@ class MeshInfo:
         "ndim",
         "output_lengths",
         "sizes",
-        "whole",
+        "world_group",
     )
 
     def __init__(self, mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> None:
@@ -52,14 +50,14 @@ class MeshInfo:
         coordinate = mesh.get_coordinate()
         self.coordinate: tuple[int, ...] | None = None if coordinate is None else tuple(coordinate)
         self.device_type: str = mesh.device_type
-        self.whole = _world_of(mesh) if groups else None
+        self.world_group = _world_group(mesh) if groups else None
         self.output_lengths: dict[tuple[int, int], tuple[int, int]] = {}
         self.known_lengths: weakref.WeakKeyDictionary[object, dict[tuple[object, int, int], int]] = (
             weakref.WeakKeyDictionary()
         )
 
     def my_coordinate(self) -> tuple[int, ...]:
-        """This rank's coordinate.
+        """Returns this rank's coordinate.
 
         Raises:
             MeshError: this rank is not part of the mesh.
@@ -67,12 +65,12 @@ class MeshInfo:
         if self.coordinate is None:
             raise MeshError(
                 f"rank {dist.get_rank()} is not in the mesh {self.mesh}: got an op on a rank outside it, "
-                "expected only its members; guard the call with `mesh.get_coordinate() is not None`"
+                "expected only ranks in it; guard the call with `mesh.get_coordinate() is not None`"
             )
         return self.coordinate
 
     def __deepcopy__(self, memo: object) -> MeshInfo:
-        return self  # a mesh is where ranks meet: a copy would be the same place
+        return self  # a copy would have the same process groups
 
     def __repr__(self) -> str:
         names = self.mesh.mesh_dim_names
@@ -81,7 +79,12 @@ class MeshInfo:
 
 @dataclass(slots=True, eq=False)
 class MeshTables:
-    """What a rank knows of meshes, by object, and by value with the process groups of their dims."""
+    """The `MeshInfo` objects of one rank.
+
+    Attributes:
+        by_object: by id of the DeviceMesh, with a weak reference to it.
+        by_value: by the DeviceMesh and the process groups of its dims.
+    """
 
     by_object: dict[int, tuple[weakref.ref[DeviceMesh], MeshInfo]] = field(default_factory=dict)
     by_value: dict[tuple[DeviceMesh, tuple[dist.ProcessGroup, ...]], MeshInfo] = field(default_factory=dict)
@@ -92,10 +95,10 @@ _tables = mesh_tables.get
 
 
 def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh given, or the one of the enclosing `with mesh:`.
+    """Returns `mesh`, or the mesh of the enclosing `with mesh:`.
 
     Raises:
-        MeshError: neither.
+        MeshError: there is neither.
     """
     if mesh is not None:
         return mesh
@@ -108,11 +111,11 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
         ) from error
 
 
-def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The world's process group, if its ranks are the mesh's in the same order.
+def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Returns the world's process group if it has the ranks of the mesh in the same order, else None.
 
-    Depends on the mesh alone, so that all ranks agree. A group that the user made with `_flatten` would
-    do as well, but a rank may have planned before it was made.
+    A group that the user made with `_flatten` is not used: one rank may have made plans before it existed, another
+    after.
     """
     world = dist.group.WORLD
     is_whole = world is not None and ranks_of_mesh(mesh) == list(range(world.size()))
@@ -120,18 +123,17 @@ def _world_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm.Group:
-    """The group of a mesh dim, whose own order is that of the ranks' numbers."""
-    ranks = dist.distributed_c10d.get_process_group_ranks(group)  # which simulated ranks answer
+    """Returns the group of a mesh dim with its ranks in the order of their coordinates, not of their numbers."""
+    ranks = dist.distributed_c10d.get_process_group_ranks(group)  # simulated ranks override this function
     line = next((line for line in mesh_dim_groups(mesh, dim) if set(line) == set(ranks)), ranks)
     return group if list(line) == ranks else comm.OrderedGroup(group, [ranks.index(rank) for rank in line])
 
 
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:
-    """The shared `MeshInfo` of `mesh`.
+    """Returns the shared `MeshInfo` of `mesh`.
 
-    Looked up by object, which is what every call pays, then by value, so that `mesh["tp"]` taken twice is one
-    mesh. A world that was destroyed and made again compares equal to its successor: the process groups tell
-    them apart.
+    It is looked up by object, which is fast, then by value, so that two slices `mesh["tp"]` share it. Meshes of a world
+    that was destroyed and made again are equal; their process groups differ.
     """
     entry = _tables().by_object.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
@@ -148,7 +150,7 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
         info = by_value[mesh, groups] = MeshInfo(mesh, groups)
     key = id(mesh)
 
-    table = _tables().by_object  # held by `forget`: at interpreter exit globals are gone before the meshes
+    table = _tables().by_object  # a local, since globals are deleted before the meshes at interpreter exit
 
     def forget(_: object) -> None:
         table.pop(key, None)

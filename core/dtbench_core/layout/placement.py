@@ -1,7 +1,7 @@
-"""How one mesh dim holds a tensor: Shard, Replicate or Partial. Pure arithmetic, no communication.
+"""Placements: how a tensor is distributed along one mesh dim. Arithmetic without communication.
 
-A tensor on an N-D mesh has one placement per mesh dim. Where several mesh dims shard the same
-tensor dim, the outer mesh dim (the lower index) splits first.
+A tensor on an N-D mesh has one placement per mesh dim. If several mesh dims shard the same tensor dim, the outer mesh
+dim (the lower index) splits first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # The reductions a Partial may be pending; "avg" is a sum divided by the ranks of the mesh dim.
 REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
-# Those of whole numbers and booleans, bit by bit.
+# The bitwise reductions, of integers and booleans.
 BITWISE = ("band", "bor", "bxor")
-# What all ranks but the first hold of a value that is pending; of other reductions, they hold the value too.
+# The value that all ranks but the first get when a tensor is made Partial; of other reductions they get the tensor.
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 
 
 class Placement:
-    """What one mesh dim does with a tensor. Immutable, compared by value."""
+    """Base class: how a tensor is distributed along one mesh dim. Immutable, compared by value."""
 
     __slots__ = ()
 
@@ -44,9 +44,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Shard(Placement):
-    """The ranks of the mesh dim hold slices of tensor dim `dim`, as torch.chunk cuts them.
+    """Each rank of the mesh dim has a slice of tensor dim `dim`, as torch.chunk cuts it.
 
-    `dim` may be negative until the placement meets a tensor, which fixes it.
+    `dim` may be negative in a user's placement; in the spec of a tensor it is not.
     """
 
     dim: int
@@ -55,7 +55,7 @@ class Shard(Placement):
         return dim is None or dim == self.dim
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
-        """(length, offset) of part `index` of a dim of `size` elements cut into `parts`."""
+        """Returns (length, offset) of part `index` of a dim of `size` elements cut into `parts`."""
         return chunk_extent(size, parts, index)
 
     def lengths(self, size: int, parts: int) -> list[int]:
@@ -64,19 +64,23 @@ class Shard(Placement):
 
     @staticmethod
     def local_shard_size_and_offset(curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
-        """(length, offset) of the part of `rank` when torch.chunk cuts so many elements into `num_chunks`. The names
-        are torch's."""
+        """Returns (length, offset) of the part of `rank` if torch.chunk cuts the dim. The names are torch's.
+
+        Args:
+            curr_local_size: elements of the dim.
+            num_chunks: ranks of the mesh dim.
+        """
         return chunk_extent(curr_local_size, num_chunks, rank)
 
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        """The (offset, length) stretches of the dim that part `index` is made of, in order."""
+        """Returns the (offset, length) runs of the dim that make up part `index`, in order."""
         length, offset = self.extent(size, parts, index)
         return [(offset, length)]
 
-    def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-        """Part `index` of `whole`: a view where it can be one."""
-        length, offset = self.extent(whole.size(self.dim), parts, index)
-        return whole.narrow(self.dim, offset, length)
+    def part(self, full: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        """Returns part `index` of the global tensor `full`, as a view if possible."""
+        length, offset = self.extent(full.size(self.dim), parts, index)
+        return full.narrow(self.dim, offset, length)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -84,10 +88,10 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard(Shard):
-    """Slices of tensor dim `dim` of the lengths `counts`, in the order of the mesh dim's ranks.
+    """A Shard whose lengths differ from torch.chunk's, such as a table whose rows are distributed by load.
 
-    The lengths add up to the tensor's. For layouts that torch.chunk does not make, such as a table
-    whose rows are spread by load.
+    Attributes:
+        counts: length of each rank's slice; they add up to the length of the dim.
     """
 
     counts: tuple[int, ...]
@@ -100,7 +104,7 @@ class RaggedShard(Shard):
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
         if sum(self.counts) != size:  # an outer mesh dim has cut the dim: see `normalize` in spec.py
-            raise ValueError(f"{self} holds {sum(self.counts)} elements, and not the {size} there are")
+            raise ValueError(f"got {size} elements for {self}, expected {sum(self.counts)}")
         return self.counts[index], sum(self.counts[:index])
 
     def __str__(self) -> str:
@@ -109,10 +113,10 @@ class RaggedShard(Shard):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Shard):
-    """Tensor dim `dim`, cut by torch.chunk into `split_factor` stretches, each of which is cut as a Shard cuts.
+    """torch.chunk cuts tensor dim `dim` into `split_factor` stretches, and each stretch into a part per rank.
 
-    So a rank holds a part of every stretch. This is what becomes of a shard of an inner dim when a view joins it with
-    the dim before it: [4, 6] as S(1), flattened, is StridedShard(0, 4).
+    A shard of an inner dim becomes one when a view joins the dim with the dim before it: [4, 6] as S(1), flattened, is
+    StridedShard(0, 4).
     """
 
     split_factor: int
@@ -122,29 +126,29 @@ class StridedShard(Shard):
             raise ValueError(f"StridedShard got split_factor {self.split_factor}, expected an int >= 1")
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
-        """(length, offset of the first element): the elements are no one stretch, see `runs`."""
-        held = self.runs(size, parts, index)
-        return sum(length for _, length in held), held[0][0]
+        """Returns (length, offset of the first element). The elements are not contiguous, see `runs`."""
+        runs = self.runs(size, parts, index)
+        return sum(length for _, length in runs), runs[0][0]
 
     def runs(self, size: int, parts: int, index: int) -> list[tuple[int, int]]:
-        held = []
+        runs = []
         for stretch in range(self.split_factor):
             length, offset = chunk_extent(size, self.split_factor, stretch)
-            own, inner = chunk_extent(length, parts, index)
-            held.append((offset + inner, own))
-        return [run for run in held if run[1]] or held[:1]
+            part_length, inner = chunk_extent(length, parts, index)
+            runs.append((offset + inner, part_length))
+        return [run for run in runs if run[1]] or runs[:1]
 
-    def part(self, whole: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-        size = whole.size(self.dim)
+    def part(self, full: torch.Tensor, parts: int, index: int) -> torch.Tensor:
+        size = full.size(self.dim)
         if size % self.split_factor == 0:
             inner = size // self.split_factor
             length, offset = chunk_extent(inner, parts, index)
-            seen = whole.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
-            return cast("torch.Tensor", seen.flatten(self.dim, self.dim + 1))
+            slices = full.unflatten(self.dim, (self.split_factor, inner)).narrow(self.dim + 1, offset, length)
+            return cast("torch.Tensor", slices.flatten(self.dim, self.dim + 1))
         import torch
 
-        held = self.runs(size, parts, index)
-        return torch.cat([whole.narrow(self.dim, offset, length) for offset, length in held], self.dim)
+        runs = self.runs(size, parts, index)
+        return torch.cat([full.narrow(self.dim, offset, length) for offset, length in runs], self.dim)
 
     def __str__(self) -> str:
         return f"S({self.dim}/{self.split_factor})"
@@ -152,7 +156,7 @@ class StridedShard(Shard):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Replicate(Placement):
-    """Every rank of the mesh dim holds the same values."""
+    """Every rank of the mesh dim has the same values."""
 
     def is_replicate(self) -> bool:
         return True
@@ -163,7 +167,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Partial(Placement):
-    """Every rank of the mesh dim holds a term; `reduce_op` over the ranks gives the tensor."""
+    """Every rank of the mesh dim has a term; reducing the terms with `reduce_op` gives the tensor."""
 
     reduce_op: str = "sum"
 
@@ -185,22 +189,22 @@ REPLICATE = Replicate()
 
 
 def as_placement(value: object) -> Placement:
-    """`value` if it is a placement; if it is one of torch.distributed.tensor, that of the same meaning.
+    """Returns `value` if it is a placement, or the equivalent of a placement of torch.distributed.tensor.
 
     Raises:
         PlacementTypeError: anything else.
     """
     if isinstance(value, Placement):
         return value
-    kind, theirs = type(value), sys.modules.get("torch.distributed.tensor")
-    if theirs is not None:  # else nobody holds one of its placements
-        if kind is theirs.Shard:
+    kind, torch_dtensor = type(value), sys.modules.get("torch.distributed.tensor")
+    if torch_dtensor is not None:  # else none of its placements can exist
+        if kind is torch_dtensor.Shard:
             return Shard(value.dim)  # type: ignore[attr-defined]
-        if kind is theirs.Replicate:
+        if kind is torch_dtensor.Replicate:
             return REPLICATE
-        if kind is theirs.Partial:
+        if kind is torch_dtensor.Partial:
             return Partial(value.reduce_op)  # type: ignore[attr-defined]
-        if kind is theirs.placement_types._StridedShard:
+        if kind is torch_dtensor.placement_types._StridedShard:
             return StridedShard(value.dim, value.split_factor)  # type: ignore[attr-defined]
     raise PlacementTypeError(
         f"got {value!r} ({kind.__module__}.{kind.__qualname__}) as a placement, expected Shard, Replicate or Partial, "
@@ -209,17 +213,17 @@ def as_placement(value: object) -> Placement:
 
 
 def permuted(placements: Placements, places: Sequence[int]) -> Placements:
-    """The placements of the tensor whose dim `d` has become dim `places[d]`."""
+    """Returns the placements of the tensor after its dim `d` has become dim `places[d]`."""
     return tuple(dataclasses.replace(p, dim=places[p.dim]) if isinstance(p, Shard) else p for p in placements)
 
 
 def describe(placements: Placements) -> str:
-    """The placements as messages and tables show them: `S(0),R`."""
+    """Formats placements for messages and tables: `S(0),R`."""
     return ",".join(str(p) for p in placements)
 
 
 def chunk_extent(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(length, offset) of part `index` when torch.chunk cuts `size` into `parts`.
+    """Returns (length, offset) of part `index` if torch.chunk cuts `size` elements into `parts`.
 
     Every part but the last non-empty one has ceil(size / parts) elements, so trailing parts may be
     empty: chunk_extent(5, 4, 2) == (1, 4) and chunk_extent(5, 4, 3) == (0, 5).
@@ -237,7 +241,7 @@ def chunk_lengths(size: int, parts: int) -> list[int]:
 def local_extents(
     shape: tuple[int, ...], placements: Placements, mesh_sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(local shape, global offset of its first element) of the rank at `coordinate` of the mesh."""
+    """Returns (local shape, global offset of its first element) of the rank at `coordinate` of the mesh."""
     lengths, offsets = list(shape), [0] * len(shape)
     for placement, parts, index in zip(placements, mesh_sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
@@ -247,35 +251,45 @@ def local_extents(
     return tuple(lengths), tuple(offsets)
 
 
-def held_runs(
+def runs_of_rank(
     size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """The (offset, length) stretches of tensor dim `dim`, of `size` elements, that the rank at `coordinate` holds, in
-    its order."""
-    held = [(0, size)]
+    """Returns the (offset, length) runs of tensor dim `dim` that the rank at `coordinate` has, in its order.
+
+    Args:
+        size: elements of the dim.
+    """
+    runs = [(0, size)]
     for placement, parts, index in zip(placements, mesh_sizes, coordinate, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
-            length = sum(n for _, n in held)
-            held = [run for wanted in placement.runs(length, parts, index) for run in _within(held, wanted)]
-    return held
+            length = sum(n for _, n in runs)
+            runs = [
+                run for wanted in placement.runs(length, parts, index) for run in _locate_run(runs, wanted)
+            ]
+    return runs
 
 
-def _within(held: list[tuple[int, int]], wanted: tuple[int, int]) -> list[tuple[int, int]]:
-    """What the run `wanted` of the joined runs `held`, all (offset, length), is in their own offsets."""
-    offset, length = wanted
+def _locate_run(joined: list[tuple[int, int]], run: tuple[int, int]) -> list[tuple[int, int]]:
+    """Returns the runs of the dim that a run of the local tensor stands for.
+
+    Args:
+        joined: (offset in the dim, length) runs whose concatenation is the local tensor.
+        run: (offset, length) in the local tensor.
+    """
+    offset, length = run
     if length == 0:
-        return [(held[0][0] + min(offset, held[0][1]), 0)] if held else []
-    runs, before = [], 0
-    for start, n in held:
-        low, high = max(offset, before), min(offset + length, before + n)
+        return [(joined[0][0] + min(offset, joined[0][1]), 0)] if joined else []
+    runs, position = [], 0
+    for start, n in joined:
+        low, high = max(offset, position), min(offset + length, position + n)
         if low < high:
-            runs.append((start + low - before, high - low))
-        before += n
+            runs.append((start + low - position, high - low))
+        position += n
     return runs
 
 
 def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...]) -> bool:
-    """Whether every rank holds equally much of tensor dim `dim`, which has `size` elements."""
+    """Whether every rank has equally many elements of tensor dim `dim`, which has `size` elements."""
     for placement, parts in zip(placements, mesh_sizes, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
             if size % parts or (type(placement) is not Shard and len({*placement.lengths(size, parts)}) > 1):

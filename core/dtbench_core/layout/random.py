@@ -1,24 +1,22 @@
-"""Random numbers that are those of one device, however the tensor is placed.
+"""Random numbers that are the same as on one device, for any placements.
 
-Every rank draws the whole tensor with its default generator, by the same kernel and with the same
-global shape and strides as one device would, and keeps its part: the numbers are the same, and so is
-how far the generator advances. That costs each rank the memory and time of the whole tensor for a
-moment, and sends nothing.
+Every rank draws the global tensor with its default generator and keeps its part. The kernel, the global shape and the
+strides are those of one device, so the numbers are the same, and so is the generator's state afterwards. This costs
+each rank the memory and time of the global tensor, and sends nothing.
 
-A rank cannot draw its part alone. A CPU's generator is one sequence, and torch has no call that skips numbers. On CUDA
-a number follows from the thread that draws it, and the kernel's grid from the size of the whole tensor.
+A rank cannot draw only its part. A CPU generator is one sequence, and torch has no call that skips numbers. On CUDA a
+number depends on the thread that draws it, and the kernel's grid on the size of the global tensor.
 
-It holds while the generators of the ranks are in one state. Seed them with one seed, with `manual_seed` or with
-`torch.manual_seed(seed)` on every rank. For those who did neither, every rank takes over the generator
-state of the mesh's first rank before the first random op on a mesh. A rank may afterwards seed or draw by
-itself: where replicas are drawn, their ranks then compare, and take over the first's state where they differ, or take
-back the others' where these stayed in step (in_step.py); shards are still random, and may not be those of one device.
-A generator passed as `generator=` is the caller's: it must be in the same state on all ranks.
-Ranks outside the mesh draw too, and keep nothing, to stay in step with the members.
+The generators of all ranks must be in the same state. Seed them with the same seed, by `manual_seed`, or by
+`torch.manual_seed(seed)` on every rank. Otherwise every rank takes the generator state of the mesh's first rank before
+the first random op on the mesh. If a rank later seeds or draws alone, in_step.py restores a common state where replicas
+are drawn; shards are still random but may differ from those of one device. A generator passed as `generator=` must be
+in the same state on all ranks. Ranks outside the mesh draw, too, and drop the numbers, so that their state stays the
+same.
 
-A graph has no part in the states of generators: there, what replicas drew is sent by the first of their ranks.
+A graph does not contain generator states. In a graph, one rank sends its replica to the others.
 
-Where a mesh has a region, that draws instead.
+If a mesh has a region (parallel/region.py), the region draws instead.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import comm
 from dtbench_core.errors import ArgumentError
-from dtbench_core.layout.in_step import agreed, drawn, generators
+from dtbench_core.layout.in_step import draw_in_step, generators, note_equal_states
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import Partial
 from dtbench_core.layout.shard_layout import part_of, window_of
@@ -51,24 +49,24 @@ from dtbench_core.torch_compat import (
 
 
 class Region(Protocol):
-    """What draws for the DTensors of a mesh in another way (parallel/region.py)."""
+    """Draws for the DTensors of a mesh in another way (parallel/region.py)."""
 
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
 
 
-# What draws for the DTensors of a mesh, where it is not the default generator.
+# Regions that draw for the DTensors of a mesh instead of the default generator.
 regions: PerRank[dict[DeviceMesh, Region]] = PerRank("layout.regions", dict)
-# Meshes whose ranks' generators were brought into one state.
+# Meshes whose ranks' generators were set to one state.
 in_step: PerRank[weakref.WeakSet[MeshInfo]] = PerRank("layout.in_step", weakref.WeakSet)
 
 
 def draw(spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
-    """This rank's part of `make(spec.shape)`, where `make` draws a tensor of the shape it is given."""
+    """Returns this rank's part of `make(spec.shape)`. `make` draws a tensor of the given shape."""
     entered = regions.get()
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, make)
-    return _kept(drawn(spec.info, spec.replica_dims, lambda: make(spec.shape)), spec)
+    return _local_part(draw_in_step(spec.info, spec.replica_dims, lambda: make(spec.shape)), spec)
 
 
 def draw_like(
@@ -77,46 +75,48 @@ def draw_like(
     op: Callable[[torch.Tensor], torch.Tensor],
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """This rank's part of `op(whole)`, where `whole` has the global shape, strides and dtype of `spec`.
+    """Returns this rank's part of `op(full)`, where `full` has the global shape, strides and dtype of `spec`.
 
-    `op` draws for every element of `whole`, whose values are undefined, in place or not. generator: the one
-    that it draws from, if not the default one.
+    Args:
+        op: draws a number for every element of its argument, in place or not. The argument's values are undefined.
+        generator: the generator that `op` uses, if not the default one. It has precedence over a region.
     """
-    # A generator that the caller brings goes before a region.
     entered = regions.get() if generator is None else None
     region = entered.get(spec.info.mesh) if entered else None
     if region is not None:
         return region.draw(spec, lambda shape: op(torch.empty(shape, dtype=spec.dtype, device=device)))
-    whole = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+    full = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
     if generator is not None:
-        return _kept(op(whole), spec)
-    return _kept(drawn(spec.info, spec.replica_dims, lambda: op(whole)), spec)
+        return _local_part(op(full), spec)
+    return _local_part(draw_in_step(spec.info, spec.replica_dims, lambda: op(full)), spec)
 
 
-def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **others: object) -> Any:
-    """F.dropout as torch does it on a CPU; NotImplemented where it is not for it. The mask lies in memory as the input
-    does, which decides where the numbers go."""
-    training = others.pop("training", train)
-    if others or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
+def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **options: object) -> Any:
+    """Runs F.dropout as torch does on a CPU; NotImplemented in other cases.
+
+    The mask has the input's strides, since they decide which element gets which number.
+    """
+    training = options.pop("training", train)
+    if options or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
         return NotImplemented
     spec = input._spec
     if spec.info.device_type != "cpu" or not spec.dtype.is_floating_point or 0 in spec.shape:
         return NotImplemented
     pending = any(isinstance(p, Partial) for p in spec.placements)
     if spec.row_major and not (pending or simulation.active or dispatch_modes_active() or regions.get()):
-        # Nothing is to be decided, and nobody looks on: what the ops below would draw and compute.
+        # The same as the ops below, computed directly.
         keep_in_step(spec.info)
         local = stored_local(input)
-        whole = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
-        drawn(spec.info, spec.replica_dims, lambda: whole.bernoulli_(1 - p))
-        part = window_of(whole, spec)
-        part = part.div_(1 - p) if part is whole else part / (1 - p)
+        full = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
+        draw_in_step(spec.info, spec.replica_dims, lambda: full.bernoulli_(1 - p))
+        part = window_of(full, spec)
+        part = part.div_(1 - p) if part is full else part / (1 - p)
         if is_grad_enabled() and any_requires_grad(input):
             return Dropout.apply(input, wrap(type(input).viewed, part, spec))
         return wrap(type(input).viewed, local * part, spec)
     with torch.no_grad():
         run = type(input).__torch_dispatch__
-        if spec.row_major:  # as which this op alone leaves its result
+        if spec.row_major:  # the result of this op always is
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
             keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
@@ -126,7 +126,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
 
 
 class Dropout(AutogradFunction):
-    """(input, what its elements are multiplied by) -> their product, both placed alike."""
+    """(input, scaled mask) -> their product. Both have the same placements."""
 
     @staticmethod
     def forward(ctx: Ctx, input: Wrapper, keep: Wrapper) -> Wrapper:
@@ -140,7 +140,7 @@ class Dropout(AutogradFunction):
 
 
 def keep_in_step(mesh: MeshInfo) -> None:
-    """Before the first random op on `mesh`: every rank takes the generator state of the mesh's first."""
+    """Sets every rank's generator to the state of the mesh's first rank, before the first random op on `mesh`."""
     if mesh in in_step.get() or is_fake_mode_active():  # a generator has no fake state
         return
     in_step.get().add(mesh)
@@ -149,12 +149,12 @@ def keep_in_step(mesh: MeshInfo) -> None:
     for group in mesh.groups:
         comm.broadcast(state, group)
     module.set_rng_state(state.cpu())
-    agreed(mesh)
+    note_equal_states(mesh)
 
 
-def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of what was drawn."""
-    part = part_of(whole, spec)
+def _local_part(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Returns this rank's part of a drawn global tensor."""
+    part = part_of(full, spec)
     if dispatch_modes_active() and is_traced():
         for dim in () if simulation.active else sorted(spec.replica_dims):
             part = part.contiguous()
@@ -163,30 +163,29 @@ def _kept(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Seeds the default generators of the mesh's device type and of the CPU; every rank of the mesh calls it with the
-    same seed.
+    """Seeds the default generators of the mesh's device type and of the CPU.
 
-    What DTensors of the mesh draw from then on is what one device would draw after
-    `torch.manual_seed(seed)`.
+    Every rank of the mesh must call it with the same seed. DTensors of the mesh then get the numbers that one device
+    would draw after `torch.manual_seed(seed)`.
 
     Raises:
-        ArgumentError: the ranks gave different seeds, on every rank; or not an int.
+        ArgumentError: the seed is no int; or, on every rank, the seeds differ.
     """
     if not isinstance(seed, int):
         raise ArgumentError(f"manual_seed got {seed!r}, expected an int: the seed of torch.manual_seed")
     mesh = mesh_info(device_mesh)
-    halves = divmod(seed % 2**64, 2**32)  # as int64 cannot hold every seed
+    halves = divmod(seed % 2**64, 2**32)  # int64 is too small for some seeds
     highest = torch.tensor([*halves, *(-h for h in halves)], device=mesh.device_type)
     for group in mesh.groups:
         comm.all_reduce(highest, group, "max")
-    most, least = highest[:2].tolist(), (-highest[2:]).tolist()
-    if most != least:
+    largest, smallest = highest[:2].tolist(), (-highest[2:]).tolist()
+    if largest != smallest:
         raise ArgumentError(
             f"manual_seed got {seed} on this rank, but seeds differ over the {mesh} (the largest is "
-            f"{most[0] * 2**32 + most[1]}): pass the same seed on every rank"
+            f"{largest[0] * 2**32 + largest[1]}): pass the same seed on every rank"
         )
     in_step.get().add(mesh)
-    torch.default_generator.manual_seed(seed)  # which draws on the host whatever the mesh's devices are
+    torch.default_generator.manual_seed(seed)  # it draws on the host, whatever the mesh's devices are
     if mesh.device_type != "cpu":
         generators(mesh).manual_seed(seed)
-    agreed(mesh)
+    note_equal_states(mesh)

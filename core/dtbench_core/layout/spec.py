@@ -1,15 +1,19 @@
 """The description of a distributed tensor: mesh, placements and global metadata.
 
-Note [Interned specs]: two specs with the same content are the same object, so a spec is compared
-and hashed by identity, and a cached plan is found by a dict lookup that never looks inside one.
-The table holds them weakly; a cached plan keeps the specs of its key alive.
+Note [Interned specs]: two specs with the same content are the same object. So a spec is compared and hashed by
+identity, and a plan is found by a dict lookup that never compares the contents of specs. The table has weak references;
+a cached plan keeps the specs of its key alive.
 
-Note [Order of elements]: strides are what this rank sees, and ranks may differ in them: `from_local` and
-`distribute_tensor` take tensors as they lie. So elements never travel in the order of strides, but in the spec's
-`order`, which follows from the calls alone, the same on every rank: row-major for tensors that come in; permuted by
-views as their dims are; that of an input of the same shape for other results (a copy too, as a rank may need none
-where another does), else row-major. Where all tensors came in row-major, it is mostly the order in memory, and nothing
-is copied for it.
+Note [Order of elements]: ranks may have different strides, since `from_local` and `distribute_tensor` keep those of the
+tensors they get. So elements are never sent in the order of the strides, but in the spec's `order`. It depends only on
+the calls, so it is the same on every rank:
+
+- row-major for a new tensor,
+- for a view, permuted as its dims are,
+- for other results that of an input of the same shape, else row-major. This holds for copies, too: one rank may need a
+  copy where another does not.
+
+If all tensors were row-major at first, the order is mostly that in memory, and nothing is copied to send it.
 """
 
 from __future__ import annotations
@@ -56,12 +60,15 @@ class DTensorSpec:
     """Mesh, placements, global shape, stride and dtype. Make one with `DTensorSpec.of`.
 
     Attributes:
-        info: the `MeshInfo`; mesh: its DeviceMesh.
+        info: the `MeshInfo`.
+        mesh: its DeviceMesh.
         placements: one per mesh dim; Shard dims are non-negative.
-        shape, stride, dtype: of the global tensor. row_major: whether the strides are those of torch.empty.
-        order: the dims as elements travel, outermost first. See Note [Order of elements].
-        local_shape, local_offset: this rank's part of it; (0,) on a rank outside the mesh, () of a tensor without dims.
-        local_stride: that of a dense part whose dims lie in memory in the order of the global ones.
+        shape, stride, dtype: of the global tensor.
+        row_major: whether the strides are those of torch.empty.
+        order: the dims in the order in which elements are sent, outermost first. See Note [Order of elements].
+        local_shape, local_offset: shape of this rank's shard, and global index of its first element. On a rank outside
+            the mesh (0,), or () for a tensor without dims.
+        local_stride: strides of a dense shard whose dims are ordered in memory as those of the global tensor.
     """
 
     info: MeshInfo
@@ -88,7 +95,12 @@ class DTensorSpec:
         dtype: torch.dtype,
         order: Order = None,
     ) -> DTensorSpec:
-        """The one spec of this content. `placements` must be normalised (see `normalize`). order: None is row-major."""
+        """Returns the spec with this content.
+
+        Args:
+            placements: as `normalize` returns them.
+            order: None for row-major.
+        """
         info = mesh if isinstance(mesh, MeshInfo) else mesh_info(mesh)
         if order is not None and order == tuple(range(len(order))):
             order = None
@@ -96,7 +108,7 @@ class DTensorSpec:
         try:
             interned = _interned.get(key)
         except TypeError:
-            # Traced with symbolic sizes: how shards are cut depends on the numbers, so they are guarded.
+            # Sizes are symbolic in a trace. The shards depend on their values, so the graph is guarded by them.
             key = (info, placements, _numbers(shape), _numbers(stride), dtype, order)
             interned = _interned.get(key)
         if interned is not None:
@@ -111,7 +123,7 @@ class DTensorSpec:
         return spec
 
     def with_placements(self, placements: Placements) -> DTensorSpec:
-        """The same tensor, placed otherwise: a copy, dense in memory."""
+        """Returns the spec of a dense copy with other placements."""
         stride = preserved_stride(tuple(self.shape), self.stride)
         return DTensorSpec.of(self.info, placements, self.shape, stride, self.dtype, self.order)
 
@@ -141,15 +153,17 @@ class DTensorSpec:
     def local_stride(self) -> tuple[int, ...]:
         return contiguous_stride(self.local_shape, reversed(memory_order(self.shape, self.stride)))
 
-    def lays_out(self, local: torch.Tensor) -> bool:
-        """Whether `local`, of the local shape, lies in memory as a dense tensor's part must. Of a tensor with gaps or
-        overlaps, any part does: its strides depend on the tensor it is a view of."""
+    def matches_strides(self, local: torch.Tensor) -> bool:
+        """Whether the strides of a local tensor are those that a shard of this spec must have.
+
+        True for a global tensor with gaps or overlaps: its strides depend on the tensor that it is a view of.
+        """
         if self.row_major and local.is_contiguous():
             return True
         if local.numel() == 0 or self.stride != preserved_stride(tuple(self.shape), self.stride):
             return True
-        each = zip(local.shape, local.stride(), self.local_stride, strict=True)
-        return all(n == 1 or has == wanted for n, has, wanted in each)
+        dims = zip(local.shape, local.stride(), self.local_stride, strict=True)
+        return all(n == 1 or has == expected for n, has, expected in dims)
 
     def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._local is None:
@@ -163,7 +177,7 @@ class DTensorSpec:
 
     @property
     def replica_dims(self) -> frozenset[int]:
-        """The mesh dims along which several ranks hold the same part."""
+        """The mesh dims along which several ranks have the same part."""
         if self._equal_dims is None:
             pairs = enumerate(
                 zip(self.info.groups, self.placements, strict=False)
@@ -175,14 +189,14 @@ class DTensorSpec:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether several elements lie in one place, as those of an expanded tensor."""
+        """Whether elements share memory, as those of an expanded tensor do."""
         return any(step == 0 and n > 1 for n, step in zip(self.shape, self.stride, strict=True))
 
     def is_replicated(self) -> bool:
         return all(p.is_replicate() for p in self.placements)
 
     def is_even(self) -> bool:
-        """Whether every rank holds equally much."""
+        """Whether all ranks have shards of the same shape."""
         sizes, dims = self.info.sizes, range(self.ndim)
         return all(splits_evenly(self.shape[d], d, self.placements, sizes) for d in dims)
 
@@ -198,7 +212,7 @@ class DTensorSpec:
 
 
 def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
-    """The values of a tracer's symbols now, on which the graph then depends."""
+    """Returns the values of a tracer's symbolic numbers. The graph is guarded by them."""
     try:
         return tuple(map(int, symbols))
     except RuntimeError as error:
@@ -206,8 +220,8 @@ def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
             error,
             CoreError,
             "got an op on a DTensor in a graph whose size depends on values, such as masked_select, nonzero or unique; "
-            "expected one of a known size, by which shards are cut: call it outside the compiled function, or compile "
-            "without fullgraph=True, so that the graph ends before it",
+            "expected an op whose result has a known size: call it outside the compiled function, or compile without "
+            "fullgraph=True, so that the graph ends before it",
         )
         raise error if unknown is None else unknown from None
 
@@ -220,10 +234,10 @@ _interned: weakref.WeakValueDictionary[
 def normalize(
     placements: Sequence[Placement] | None, ndim: int, info: MeshInfo, shape: Sequence[int] | None = None
 ) -> Placements:
-    """Placements ready for a spec: one per mesh dim (all Replicate for None), Shard dims >= 0.
+    """Returns placements for a spec: one per mesh dim (all Replicate for None), with Shard dims >= 0.
 
-    With the global `shape`, also that RaggedShard and StridedShard fit it; those that cut as
-    torch.chunk does become Shard.
+    With the global `shape`, checks that RaggedShard and StridedShard fit it, and replaces those that cut as torch.chunk
+    does by Shard.
 
     Raises:
         PlacementError: wrong count, not a placement, or one that the tensor cannot have.
@@ -234,7 +248,7 @@ def normalize(
         listed = tuple(placements)
     except TypeError:
         raise PlacementTypeError(
-            f"got the placement {placements}, expected a sequence of them: write [{placements!r}]"
+            f"got the placement {placements}, expected a sequence of placements: write [{placements!r}]"
         ) from None
     if len(listed) != info.ndim:
         raise PlacementError(
@@ -254,7 +268,10 @@ def normalize(
 
 
 def normalize_one(placement: Placement, ndim: int) -> Placement:
-    """One placement of a tensor of `ndim` dims, ours or torch's, its dim >= 0. Errors as for `normalize`."""
+    """Returns a placement of this library or of torch for a tensor of `ndim` dims, with its dim >= 0.
+
+    Raises as `normalize` does.
+    """
     placement = as_placement(placement)
     if not isinstance(placement, Shard):
         return placement
@@ -271,31 +288,31 @@ def normalize_one(placement: Placement, ndim: int) -> Placement:
 
 
 def _written(placement: Shard) -> str:
-    """As a user writes it: `Shard(2)`."""
+    """Formats a shard as a user writes it: `Shard(2)`."""
     return f"Shard({placement.dim})" if type(placement) is Shard else repr(placement)
 
 
 def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placements:
-    """`placed`, checked against the lengths that each mesh dim finds, whatever the outer ones cut."""
-    left = [{size} for size in shape]
+    """Returns `placed`, checked against the lengths that remain for each mesh dim after the outer ones have cut."""
+    lengths = [{size} for size in shape]
     fitted: list[Placement] = []
     for mesh_dim, (placement, parts) in enumerate(zip(placed, info.sizes, strict=True)):
         fitting = placement
         if isinstance(placement, Shard):
-            sizes = left[placement.dim]
-            where = f"mesh dim {mesh_dim}, of {parts} ranks, for tensor dim {placement.dim} of {sorted(sizes)} elements"
+            sizes = lengths[placement.dim]
+            place = f"mesh dim {mesh_dim}, of {parts} ranks, for tensor dim {placement.dim} of {sorted(sizes)} elements"
             if isinstance(placement, RaggedShard) and (
                 len(placement.counts) != parts or sizes != {sum(placement.counts)}
             ):
                 raise PlacementError(
-                    f"got {placement!r} on {where}, expected one count per rank, {sorted(sizes)} together: correct the "
-                    "counts; one that an outer mesh dim cuts too must get equally much from it"
+                    f"got {placement!r} on {place}, expected one count per rank, adding up to {sorted(sizes)}: correct "
+                    "them; an outer mesh dim that cuts the same tensor dim must cut it evenly"
                 )
             if all(
                 placement.runs(n, parts, i) == Shard(0).runs(n, parts, i) for n in sizes for i in range(parts)
             ):
                 fitting = Shard(placement.dim)
-            left[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
+            lengths[placement.dim] = {length for n in sizes for length in placement.lengths(n, parts)}
         fitted.append(fitting)
     return tuple(fitted)
 
@@ -303,8 +320,9 @@ def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placeme
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape of this rank's part, where it begins in the tensor) of a tensor of that shape placed so; ((0,), ()) on a
-    rank outside the mesh. The name is torch's.
+    """Returns (local shape, global offset) of this rank's part; ((0,), ()) on a rank outside the mesh.
+
+    The name is torch's.
 
     Raises:
         PlacementError: placements that the tensor cannot have.
@@ -317,7 +335,7 @@ def compute_local_shape_and_global_offset(
 
 
 def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
-    """Row-major strides of `shape`, as torch.empty gives them; or those of dims in another order, innermost first."""
+    """Returns the strides of torch.empty for `shape`, or those of dims in another `order`, innermost first."""
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))) if order is None else order:
         strides[dim] = step
@@ -326,12 +344,12 @@ def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) 
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dims as they lie in memory, outermost first."""
+    """Returns the dims in their order in memory, outermost first."""
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim]))
 
 
 def preserved_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a copy in torch.preserve_format: `stride` itself without gaps and overlaps."""
+    """Returns the strides of a copy with torch.preserve_format: `stride` if it has no gaps and overlaps."""
     if stride == contiguous_stride(shape):
         return stride
     try:

@@ -1,7 +1,7 @@
-"""The bare tensor subclass: a local tensor and a spec, without behaviour.
+"""The base class of DTensor: a local tensor and a spec, without behaviour; and how tensors share memory.
 
-`DTensor` (tensor/dtensor.py) adds the behaviour. It stands apart so that dispatch can make results without
-importing the class that imports dispatch.
+`DTensor` (tensor/dtensor.py) adds the behaviour and imports dispatch. Dispatch makes results with this module, which
+avoids a circle of imports.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class SharedMemory:
     Attributes:
         traced: whether this process has traced a graph.
         writes: number of writes by ops to any of the tensors.
-        update_lender: gives the plain tensor that lent the memory the autograd history of a DTensor that was written to.
+        update_lender: gives the plain tensor that lent the memory the autograd history of a DTensor that was written
+            to.
         lender: the memory that the values were copied from, for a result of a compiled graph.
         counter: shares torch's count of writes with the argument of which a compiled graph returned a copied view.
             Graphs write to arguments without an op that `writes` would count.
         of_input: whether it belongs to an input of a graph that is being traced. Then:
         source: the local tensor of that input, before any write.
-        twice: whether two inputs of the graph share it.
+        of_two_inputs: whether two inputs of the graph share it.
         in_history: whether autograd has recorded a write to it.
         results: the graph's results in this memory, if one of them is a copy.
     """
@@ -87,19 +88,19 @@ class SharedMemory:
     __slots__ = (
         "__weakref__",
         "counter",
-        "update_lender",
         "in_history",
         "lender",
         "of_input",
+        "of_two_inputs",
         "results",
         "source",
-        "twice",
+        "update_lender",
         "writes",
     )
 
     def __init__(self, source: torch.Tensor | None = None) -> None:
         self.writes, self.source, self.of_input = 0, source, source is not None
-        self.twice = self.in_history = False
+        self.of_two_inputs = self.in_history = False
         self.results: SharedResults | None = None
         self.update_lender: Callable[[Wrapper], None] | None = None
         self.lender: SharedMemory | None = None
@@ -114,21 +115,20 @@ class SharedMemory:
         )
 
     def __reduce__(self) -> tuple[type[SharedMemory], tuple[()]]:
-        return SharedMemory, ()  # the count of a file's tensors starts anew
+        return SharedMemory, ()  # a loaded tensor starts with a count of 0
 
 
 class Wrapper(torch.Tensor):
-    """To torch a tensor of the global shape, without storage; `_local_tensor` holds the data.
+    """A tensor subclass of the global shape without storage; `_local_tensor` has the data of this rank.
 
-    `_local_tensor` never requires grad: autograd sees the wrapper alone.
+    `_local_tensor` never requires grad: autograd records only ops on the wrapper.
     """
 
     __slots__ = ("_local_tensor", "_spec")
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
-    # The memory of which this and other tensors are windows, and where in it this one begins, in bytes of the global
-    # tensor. None: no view was taken.
+    # (memory that this tensor shares with its views, offset in bytes of the global tensor). None: it has no views.
     _memory: tuple[SharedMemory, int] | None = None
     # Whether it is a view of an input of the graph that is being traced.
     _views_input = False
@@ -138,13 +138,13 @@ class Wrapper(torch.Tensor):
     _crossing: Crossing | None = None
     # Count of writes to the argument when a graph returned this copied view of it. None: no such view.
     _returned_at: int | None = None
-    # The class of views that had to be copied (copied_view.py), and that of what ops on such a view give: of every
-    # other class, itself.
+    # `copied_view`: class of views of this class that had to be copied (redistribute/copied_view.py). `viewed`: class
+    # of the results of ops; for a class of copied views the class that they are views of, else the class itself.
     copied_view: ClassVar[type[Wrapper]]
     viewed: ClassVar[type[Wrapper]]
 
     def storage_offset(self) -> int:
-        """Where the global tensor begins in that which it is a view of, in elements."""
+        """Returns the offset of the global tensor in the tensor that it is a view of, in elements."""
         return 0 if self._memory is None else self._memory[1] // self._spec.dtype.itemsize
 
     def __init_subclass__(cls) -> None:
@@ -154,8 +154,8 @@ class Wrapper(torch.Tensor):
 
 
 def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> Wrapped:
-    """A `cls` that shows `spec`'s global metadata and holds `local`."""
-    # By position, which is 0.3 us faster: storage offset, memory format, dtype, layout, device, pinned.
+    """Returns a `cls` of the local tensor with the spec's global metadata."""
+    # Positional arguments are 0.3 us faster: storage offset, memory format, dtype, layout, device, pinned.
     tensor = make_wrapper(
         cls,
         spec.shape,
@@ -171,13 +171,13 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
     tensor._local_tensor = local  # type: ignore[attr-defined]
     tensor._spec = spec  # type: ignore[attr-defined]
     if local.__class__ is not torch.Tensor:
-        _show_tracer(tensor, local, spec)
+        _inform_tracer(tensor, local, spec)
     return tensor  # type: ignore[return-value]
 
 
-def _show_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Tells the tracers of compilers, if there is one, what they cannot see of a wrapper."""
-    if is_fake(local):  # of an input, which another one may share memory with
+def _inform_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Passes a compiler's tracer, if one runs, what it cannot see in a wrapper: shared memory and uneven shards."""
+    if is_fake(local):
         SharedMemory.traced = True
         share_storage(tensor, local)
     if not spec.is_even():
@@ -185,26 +185,30 @@ def _show_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -
 
 
 def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> Wrapped:
-    """As `wrap`, of a plain tensor that others hold too: writes to one are counted for both, so that autograd notices
-    when what it saved was changed. view: to autograd the result is a view; of a wrapper, as tracers make a view anew
-    from its base."""
+    """Returns a `cls` of a plain tensor that the caller keeps using.
+
+    Both share torch's count of writes, so that autograd notices writes to a saved tensor.
+
+    Args:
+        view: whether autograd treats the result as a view of a wrapper, from which tracers can make it again.
+    """
     tensor: Value = make_subclass(cls, local)
     set_data(tensor, wrap(cls, local, spec))
-    _hold(tensor, local, spec)
+    _set_local(tensor, local, spec)
     if view:
         with DisableTorchDispatch():
             tensor = as_subclass(tensor, cls)
-        _hold(tensor, local, spec)
+        _set_local(tensor, local, spec)
     return tensor  # type: ignore[no-any-return]
 
 
-def _hold(tensor: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
-    tensor._local_tensor = local.detach()  # autograd marks the one object, and must not mark the other
+def _set_local(tensor: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
+    tensor._local_tensor = local.detach()  # another object, which autograd does not mark
     tensor._spec = spec
 
 
 def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
-    """`local`, the plain tensor that `tensor` holds, as another object: as `wrap_shared`, the other way round."""
+    """Returns another object for `local`, the local tensor of `tensor`. Both share torch's count of writes."""
     with DisableTorchDispatch():
         alias = make_subclass(torch.Tensor, tensor)
     set_data(alias, local)
@@ -212,7 +216,7 @@ def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.T
 
 
 def data_of(tensor: Wrapped) -> Wrapped:
-    """torch's `.data`: the same memory, whose writes count apart from those of `tensor`."""
+    """Returns torch's `.data`: a tensor of the same memory with a separate count of writes."""
     with DisableTorchFunction():
         data: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
     if (local := stored_local(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
@@ -221,7 +225,11 @@ def data_of(tensor: Wrapped) -> Wrapped:
 
 
 def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
-    """Notes that `view` begins so many bytes behind `base`, in the memory of the global tensor."""
+    """Records that `view` shares the memory of `base`, and returns that memory.
+
+    Args:
+        offset: where the view begins behind `base`, in bytes of the global tensor.
+    """
     memory = base._memory
     if memory is None:
         memory = base._memory = (SharedMemory(), 0)
@@ -232,46 +240,53 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
 
 
 def shares_memory(tensor: Wrapper) -> bool:
-    """Whether another window on its memory may be alive: a parameter has outlived the tensor that it was made of, and
-    is not asked again."""
+    """Whether another tensor that shares the memory may be alive.
+
+    If none is, which is usual for parameters, `_memory` is cleared so that later calls are fast.
+    """
     if tensor._memory is not None:
-        if tensor._memory[1] or _is_watched(tensor._memory[0]) or _holders(tensor) != _ALONE:
+        if (
+            tensor._memory[1]
+            or _is_always_shared(tensor._memory[0])
+            or _reference_counts(tensor) != _UNSHARED_COUNTS
+        ):
             return True
         tensor._memory = None
     return bool(_lent and _borrowers(stored_local(tensor)))
 
 
-def _is_watched(memory: SharedMemory) -> bool:
+def _is_always_shared(memory: SharedMemory) -> bool:
     return memory.of_input or memory.update_lender is not None
 
 
-def _holders(tensor: Value) -> tuple[int, int]:
-    """How many hold what it notes of its memory, with this function, which holds more or less by version of Python."""
+def _reference_counts(tensor: Value) -> tuple[int, int]:
+    """Returns the reference counts of `_memory` and of its memory. Temporary references depend on Python's version."""
     memory = tensor._memory
     return getrefcount(memory), getrefcount(memory[0])
 
 
-_ALONE = _holders(SimpleNamespace(_memory=(SharedMemory(), 0)))
+_UNSHARED_COUNTS = _reference_counts(SimpleNamespace(_memory=(SharedMemory(), 0)))
 
 
-# Who has to update_lender a write, once autograd has recorded it: what `SharedMemory.update_lender` says, of which tensor.
-written_views: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank(
-    "wrapper.written_views", list
+# (update_lender, written DTensor) of writes in the current call: the lender's history is updated after autograd has
+# recorded the write.
+pending_lenders: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank(
+    "wrapper.pending_lenders", list
 )
 
 
 def count_write(tensor: Wrapper) -> None:
-    """After an op wrote to it.
+    """Counts a write by an op to the tensor and to all that share its memory.
 
     Raises:
-        ArgumentError: in a graph, of two inputs of one memory.
+        ArgumentError: in a graph, if two inputs share the memory.
     """
     if tensor._memory is not None:
-        if tensor._memory[0].twice:
+        if tensor._memory[0].of_two_inputs:
             raise ArgumentError(
                 f"got an in-place write in a compiled function to {tensor._spec}, which shares memory with another "
-                "argument; expected one of them, as a graph that writes to it would not show that in the other: take "
-                "the view inside the function, or pass a clone() of it"
+                "argument; expected only one of the two, as the graph would not show the write in the other: take the "
+                "view inside the function, or pass a clone() of it"
             )
         memory = tensor._memory[0]
         memory.writes += 1
@@ -282,24 +297,24 @@ def count_write(tensor: Wrapper) -> None:
         ):
             memory.in_history = True
             if memory.update_lender is not None:
-                written_views.get().append((memory.update_lender, tensor))
+                pending_lenders.get().append((memory.update_lender, tensor))
     count_for_borrowers(tensor)
 
 
 def update_lenders(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
-    """Above autograd, after the writes of a call."""
+    """Updates the history of plain tensors whose DTensors were written to. Called above autograd after each call."""
     while pending:
         update_lender, written = pending.pop()
         update_lender(written)
 
 
-# The memory of copied views, while it lives. It is noted on the storage of the local tensor that they were taken of: a
-# graph's result does not know the input that it is a view of, nor other windows on the memory.
+# The `SharedMemory` objects of copied views that are alive. They are attributes of the storage of the base's local
+# tensor, since results of graphs share that storage without a reference to the base.
 _lent: set[ReferenceType[SharedMemory]] = set()
 
 
 def _note_lent(local: torch.Tensor, memory: SharedMemory) -> None:
-    # Not by the number of the storage, which another one may have once this is gone, on one rank and not on the others.
+    # An attribute, as another storage may get the same address later, on one rank but not on others.
     vars(local.untyped_storage()).setdefault("borrowers", WeakSet()).add(memory)
     _lent.add(ref(memory, _lent.discard))
 
@@ -309,14 +324,14 @@ def _borrowers(local: torch.Tensor) -> list[SharedMemory]:
 
 
 def count_by_storage(base: Wrapper, memory: SharedMemory) -> None:
-    """From now on `memory` counts the writes to all that hold what `base` does, though they may not know of it."""
+    """Makes `memory` count the writes to all tensors with the same local storage as `base`."""
     local = stored_local(base)
     if local.__class__ is torch.Tensor:
         _note_lent(local, memory)
 
 
 def note_argument(tensor: Wrapper) -> None:
-    """Notes on the storage of an argument of a graph how writes to it are counted, for `borrow`."""
+    """Stores on the storage of a graph's argument how its writes are counted, for `borrow`."""
     noted = vars(stored_local(tensor).untyped_storage())
     if "counter" not in noted:
         noted["counter"] = counter_of(tensor)
@@ -324,7 +339,11 @@ def note_argument(tensor: Wrapper) -> None:
 
 
 def borrow(view: Wrapper, source: torch.Tensor) -> None:
-    """Makes `view`, which a graph returned, notice writes to the argument that holds `source`."""
+    """Makes a copied view that a graph returned count later writes to its argument.
+
+    Args:
+        source: the local tensor of the argument.
+    """
     noted, memory = vars(source.untyped_storage()), SharedMemory()
     memory.counter, memory.lender = noted.get("counter"), noted.get("lender")
     _note_lent(source, memory)
@@ -332,15 +351,15 @@ def borrow(view: Wrapper, source: torch.Tensor) -> None:
 
 
 def count_for_borrowers(tensor: Wrapper) -> None:
-    """After what `tensor` holds was written to."""
+    """Counts a write to `tensor` for the copied views of all tensors with the same local storage."""
     if _lent:
         for memory in _borrowers(stored_local(tensor)):
             memory.writes += 1
 
 
-# The local tensor, whatever the tensor's class says of reading it.
+# Reads the local tensor without the check of copied views that it is up to date.
 stored_local: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
-# What a tensor remembers of itself, and a copy or a file of it must not: where a copied view has its values from,
-# a pending reduction that was materialised, and how it crossed the boundary of a compiled graph.
-MEMORIES = ("_crossing", "_materialised", "_memory", "_origin", "_returned_at", "_source")
+# Attributes of a tensor that its copies and files must not have: the base of a copied view, a reduction that was
+# already computed, and how it crossed the boundary of a compiled graph.
+OWN_ATTRIBUTES = ("_crossing", "_materialised", "_memory", "_origin", "_returned_at", "_source")

@@ -35,8 +35,8 @@ from dtbench_core.layout.wrapper import (
     borrow,
     count_by_storage,
     count_for_borrowers,
-    stored_local,
     share_memory,
+    stored_local,
     wrap,
 )
 from dtbench_core.op_types import Value

@@ -27,7 +27,7 @@ from dtbench_core.layout.placement import (
     local_extents,
     permuted,
 )
-from dtbench_core.layout.shard_layout import laid_out
+from dtbench_core.layout.shard_layout import with_local_stride
 from dtbench_core.layout.spec import DTensorSpec, memory_order, normalize
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.redistribute.movers import Exchange, Mover, make_mover
@@ -220,7 +220,7 @@ def _find(src: DTensorSpec, dst: Placements) -> Route:
         dst,
         topology_of(info.mesh),
         copy_us=LOCAL_COPY_US,
-        joint=info.whole is not None,
+        joint=info.world_group is not None,
     ).cheapest()
     if transitions is None:
         raise PlacementError(
@@ -264,14 +264,14 @@ def _movers(steps: Sequence[RedistributeStep], source: DTensorSpec, result: DTen
     if places != sorted(places):
         movers = [lambda local: local.permute(order), *movers, lambda local: local.permute(places)]
     if memory_order(result.shape, result.stride) != list(order):
-        movers.append(lambda local: laid_out(local, result))
+        movers.append(lambda local: with_local_stride(local, result))
     return tuple(movers)
 
 
 def _mover(step: RedistributeStep, spec: DTensorSpec) -> Mover:
     info, dims = spec.info, step.mesh_dims
     my_coordinate = info.my_coordinate()
-    group = info.groups[dims[0]] if len(dims) == 1 else info.whole
+    group = info.groups[dims[0]] if len(dims) == 1 else info.world_group
     assert group is not None  # without a joint group, the search changes one mesh dim at a time
     sizes, coordinate = zip(*((info.sizes[d], my_coordinate[d]) for d in dims), strict=True)
     return make_mover(Exchange(step.src, step.dst, sizes, step.shape, spec.dtype, group, coordinate))

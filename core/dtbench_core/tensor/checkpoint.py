@@ -25,16 +25,11 @@ from dtbench_core.layout.placement import (
     Replicate,
     Shard,
     StridedShard,
-    held_runs,
+    runs_of_rank,
 )
 from dtbench_core.layout.spec import DTensorSpec
-<<<<<<< HEAD
-from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, held_by, wrap
-from dtbench_core.redistribute.copied_view import Gathered, copied_view, reusable_origin
-=======
-from dtbench_core.layout.wrapper import MEMORIES, SharedMemory, Wrapper, stored_local, wrap
+from dtbench_core.layout.wrapper import OWN_ATTRIBUTES, SharedMemory, Wrapper, stored_local, wrap
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
->>>>>>> 7db2cb7b (Explain how an op is dispatched, in plain words)
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 def forget(tensor: Wrapper) -> None:
     """Takes from a deep copy what the tensor remembers of itself, but for `_memory`: tensors that are copied together
     share memory as before. A parameter's copy has no gradient, as a plain one has none."""
-    for name in MEMORIES:
+    for name in OWN_ATTRIBUTES:
         if name != "_memory":
             tensor.__dict__.pop(name, None)
     if isinstance(tensor, torch.nn.Parameter):
@@ -57,11 +52,11 @@ def forget(tensor: Wrapper) -> None:
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
     """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
     spec = tensor._spec
-    if (origin := reusable_origin(tensor)) is not None:
+    if (origin := kept_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
         parts = (stored_local(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in MEMORIES}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN_ATTRIBUTES}
     if tensor._memory is not None:  # which views in the file share with it
         attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
@@ -151,7 +146,7 @@ def blocks(spec: DTensorSpec) -> list[ShardBlock]:
         return []
     pieces = []  # of each dim: (global offset, length, local offset)
     for dim, size in enumerate(spec.shape):
-        runs = held_runs(size, dim, spec.placements, info.sizes, info.coordinate)
+        runs = runs_of_rank(size, dim, spec.placements, info.sizes, info.coordinate)
         starts = itertools.accumulate((length for _, length in runs), initial=0)
         pieces.append([(*run, start) for run, start in zip(runs, starts, strict=False)])
     boxes = [ShardBlock(*(tuple(p[i] for p in box) for i in range(3))) for box in itertools.product(*pieces)]

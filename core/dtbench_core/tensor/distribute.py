@@ -16,7 +16,7 @@ from dtbench_core import comm
 from dtbench_core.errors import ArgumentError, ArgumentTypeError, in_transform
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_or_current
 from dtbench_core.layout.placement import Placement, Placements, Shard, describe
-from dtbench_core.layout.shard_layout import empty_part, laid_out, part_of
+from dtbench_core.layout.shard_layout import empty_part, part_of, with_local_stride
 from dtbench_core.layout.spec import DTensorSpec, normalize, preserved_stride
 from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Call
@@ -77,10 +77,10 @@ def distribute_tensor(
         part = empty_part(spec, local.device)
     elif src_data_rank is None or local.is_meta:
         part = part_of(local, spec)
-        part = laid_out(part, spec) if part is local else part
+        part = with_local_stride(part, spec) if part is local else part
     else:
         part = _sent(local, info, values, src_data_rank)
-        part = part if spec.row_major else laid_out(part, spec)
+        part = part if spec.row_major else with_local_stride(part, spec)
     if values != placed:
         part, spec = run_route(part, cheapest_route(spec, placed)), spec.with_placements(placed)
     return wrap(DTensor, part, spec, tensor.requires_grad)

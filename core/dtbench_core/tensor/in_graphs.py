@@ -18,8 +18,8 @@ from dtbench_core.layout.wrapper import (
     SharedMemory,
     SharedResults,
     Wrapper,
-    stored_local,
     note_argument,
+    stored_local,
 )
 from dtbench_core.redistribute.copied_view import is_copied, read_again
 >>>>>>> 7db2cb7b (Explain how an op is dispatched, in plain words)
@@ -98,7 +98,7 @@ def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
     if trace is not None and 0 not in spec.shape:
         others = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
         first = others.setdefault(storage_of_wrapper(local), memory)
-        first.twice = memory.twice = first is not memory
+        first.of_two_inputs = memory.of_two_inputs = first is not memory
     return memory
 
 
