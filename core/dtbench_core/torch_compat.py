@@ -139,10 +139,10 @@ def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
 def world_store() -> Any:
     """The store that the world's ranks share; None where ranks are threads, or share none."""
     c10d: Any = torch._C._distributed_c10d
-    store = kept = cast("Any", distributed_c10d)._get_default_store()
-    while isinstance(kept, c10d.PrefixStore):
-        kept = kept.underlying_store
-    return None if isinstance(kept, c10d.HashStore) else store
+    store = underlying = cast("Any", distributed_c10d)._get_default_store()
+    while isinstance(underlying, c10d.PrefixStore):
+        underlying = underlying.underlying_store
+    return None if isinstance(underlying, c10d.HashStore) else store
 
 
 # The process group of a name, as ops carry it.
@@ -251,13 +251,13 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else _version(tensor)
 
 
-def counted_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+def counted_together(tensor: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether torch counts the writes to `other` as writes to `tensor`."""
-    if (before := version_of(tensor)) is None or version_of(other) != before:
+    if (version := version_of(tensor)) is None or version_of(second) != version:
         return False
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(other):
-        increment_version((other,))
-        return version_of(tensor) != before
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(second):
+        increment_version((second,))
+        return version_of(tensor) != version
 
 
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
@@ -455,23 +455,23 @@ def real_object(traced: Any) -> Any:
 
 def is_torchs_dtensor(value: object) -> bool:
     """Whether `value` is a torch.distributed.tensor.DTensor, which nobody has before that is imported."""
-    theirs = sys.modules.get("torch.distributed.tensor")
-    return theirs is not None and isinstance(value, theirs.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
     """Calls `then` with the module of that name: now, or once it has been imported."""
     if name in sys.modules:
-        then(sys.modules[name])
+        callback(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Awaited(name, then))
+        sys.meta_path.insert(0, _Awaited(name, callback))
 
 
 class _Awaited(importlib.abc.MetaPathFinder):
     """Finds one module, once, as the other finders do, and has something done after it was loaded."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self._name, self._callback = name, callback
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != self._name:
@@ -483,7 +483,7 @@ class _Awaited(importlib.abc.MetaPathFinder):
 
             def execute_and_tell(module: ModuleType) -> None:
                 execute(module)
-                self._then(module)
+                self._callback(module)
 
             vars(spec.loader)["exec_module"] = execute_and_tell
         return spec
@@ -518,10 +518,10 @@ def teach_tangents(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor])
         kind, dispatcher = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
         process = dispatcher.process_runtime_tangent
 
-        def process_placed(x: object, meta: object, *others: object) -> object:
+        def process_placed(x: object, meta: object, *options: object) -> object:
             if x.__class__ is torch.Tensor and isinstance(meta, kind) and meta.original_subclass_type is cls:
                 x = placed(x, meta.meta)
-            return process(x, meta, *others)
+            return process(x, meta, *options)
 
         dispatcher.process_runtime_tangent = staticmethod(process_placed)
 

@@ -183,7 +183,7 @@ def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
             "device: put shards of other rows in a table of their own"
         )
     columns = sorted((place[1], shard.size(1)) for shard, place in zip(shards, places, strict=True))
-    if any(left[0] + left[1] > right[0] for left, right in itertools.pairwise(columns)):
+    if any(previous[0] + previous[1] > following[0] for previous, following in itertools.pairwise(columns)):
         raise LayoutError(f"{got}, expected shards that do not overlap")
 
 

@@ -264,7 +264,9 @@ def runs_of_rank(
         if isinstance(placement, Shard) and placement.dim == dim:
             length = sum(n for _, n in runs)
             runs = [
-                run for wanted in placement.runs(length, parts, index) for run in _locate_run(runs, wanted)
+                run
+                for part_run in placement.runs(length, parts, index)
+                for run in _locate_run(runs, part_run)
             ]
     return runs
 

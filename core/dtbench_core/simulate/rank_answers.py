@@ -178,7 +178,7 @@ _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
     ),
     ((DeviceMesh,), "__init__ __getitem__ _flatten", _make_mesh),
     ((DeviceMesh,), "get_group", _get_group),
-    ((core_mesh,), "_world_of", _get_group),
+    ((core_mesh,), "_world_group", _get_group),
     ((torch, torch.random), "manual_seed", _manual_seed),
     ((torch, torch.random, torch.cuda, torch.cuda.random), "get_rng_state", _get_rng_state),
     ((torch, torch.random, torch.cuda, torch.cuda.random), "set_rng_state", _set_rng_state),

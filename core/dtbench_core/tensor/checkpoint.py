@@ -1,8 +1,8 @@
-"""DTensors on their way to disk and back: pickling, torch.save, torch.distributed.checkpoint.
+"""Saves and loads DTensors: pickle, torch.save and torch.distributed.checkpoint.
 
-A pickled DTensor holds its rank's part, the mesh, the placements and the global metadata; it is loaded
-by the same rank of the same world. A checkpoint holds the global tensor in blocks, so it can be loaded
-on another mesh or placed otherwise.
+A pickled DTensor has its rank's part, the mesh, the placements and the global metadata, and is loaded by the same rank
+of the same world. A checkpoint has blocks of the global tensor, so it can be loaded on another mesh or with other
+placements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtbench_core.layout.placement import (
 )
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import OWN_ATTRIBUTES, SharedMemory, Wrapper, stored_local, wrap
-from dtbench_core.redistribute.copied_view import Gathered, copied_view, kept_origin
+from dtbench_core.redistribute.copied_view import Gathered, copied_view, reusable_origin
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -37,8 +37,11 @@ if TYPE_CHECKING:
 
 
 def forget(tensor: Wrapper) -> None:
-    """Takes from a deep copy what the tensor remembers of itself, but for `_memory`: tensors that are copied together
-    share memory as before. A parameter's copy has no gradient, as a plain one has none."""
+    """Deletes attributes from a deep copy that only the original must have.
+
+    `_memory` stays: tensors that are copied together share memory as before. The copy of a parameter has no gradient,
+    as for plain tensors.
+    """
     for name in OWN_ATTRIBUTES:
         if name != "_memory":
             tensor.__dict__.pop(name, None)
@@ -50,14 +53,14 @@ def forget(tensor: Wrapper) -> None:
 
 
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
-    """What `pickle` and `torch.save` keep of a DTensor: see `rebuild`."""
+    """Returns what `pickle` and `torch.save` keep of a DTensor: see `rebuild` and `rebuild_view`."""
     spec = tensor._spec
-    if (origin := kept_origin(tensor)) is not None:
+    if (origin := reusable_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
         parts = (stored_local(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
     attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN_ATTRIBUTES}
-    if tensor._memory is not None:  # which views in the file share with it
+    if tensor._memory is not None:  # views in the same file share it
         attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)
     return rebuild, (tensor.viewed, tensor._local_tensor, *described, attributes, spec.order)
@@ -71,12 +74,20 @@ def rebuild_view(
     stride: Sequence[int],
     order: tuple[int, ...],
     gathered: torch.Tensor,
-    at: Placements,
+    gathered_placements: Placements,
     offset: int,
 ) -> Wrapper:
-    """The view of `owner` that was pickled: `local` is a window on `gathered`, the base's values placed as `at`."""
+    """Returns the view of `owner` that was pickled.
+
+    Args:
+        local: the view's values, which share memory with `gathered`.
+        gathered: the base's values with `gathered_placements`.
+        offset: where the view begins behind `owner`, in bytes of the global tensor.
+    """
     spec = DTensorSpec.of(owner._spec.info, tuple(placements), shape, stride, local.dtype, order)
-    return copied_view(type(owner).viewed, local, spec, owner, Gathered(gathered, tuple(at)), offset)
+    return copied_view(
+        type(owner).viewed, local, spec, owner, Gathered(gathered, tuple(gathered_placements)), offset
+    )
 
 
 def rebuild(
@@ -88,31 +99,32 @@ def rebuild(
     stride: Sequence[int],
     requires_grad: bool,
     attributes: dict[str, Any],
-    order: tuple[int, ...] | None = None,  # of files from before it was kept, row-major
+    order: tuple[int, ...] | None = None,  # older files have none: row-major
 ) -> Wrapper:
-    """The DTensor that was pickled.
+    """Returns the DTensor that was pickled.
 
     Raises:
-        MeshError: its mesh does not exist in this process. LayoutError: another rank's part.
+        MeshError: its mesh does not exist in this process.
+        LayoutError: the file has the part of another rank.
     """
     if not dist.is_initialized():
         raise MeshError(
-            f"got a pickled DTensor on {mesh} and no process group, expected the world it was saved in: call "
+            f"got a pickled DTensor on {mesh} and no process group, expected the world that saved it: call "
             "init_process_group and make the mesh first, or use torch.distributed.checkpoint to change worlds"
         )
     try:
         info = mesh_info(mesh)
     except CoreError:
         raise
-    except Exception as error:  # torch raises differently for each thing that can be missing
+    except Exception as error:  # torch raises different errors for missing groups
         raise MeshError(
             f"got a pickled DTensor on {mesh}, whose process groups are not in this process ({error}); expected the "
-            "mesh to exist: make it first, in the order it was made in when the tensor was saved"
+            "mesh to exist: make it first, in the same order as before the tensor was saved"
         ) from error
     spec = DTensorSpec.of(info, tuple(placements), shape, stride, local.dtype, order)
-    # From the ranks: a pickled mesh carries the coordinate of the rank that saved it.
-    here = next(map(tuple, (info.mesh.mesh == dist.get_rank()).nonzero().tolist()), None)
-    if here != info.coordinate or tuple(local.shape) != spec.local_shape:
+    # A pickled mesh has the coordinate of the rank that saved it, so this rank's is computed.
+    coordinate = next(map(tuple, (info.mesh.mesh == dist.get_rank()).nonzero().tolist()), None)
+    if coordinate != info.coordinate or tuple(local.shape) != spec.local_shape:
         raise LayoutError(
             f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "
             f"{list(spec.local_shape)}: every rank loads the part that it saved itself"
@@ -132,7 +144,13 @@ torch.serialization.add_safe_globals(
 
 
 class ShardBlock(NamedTuple):
-    """A box of the global tensor that this rank holds: offset and shape there, offset in the local tensor."""
+    """A block of the global tensor on this rank.
+
+    Attributes:
+        offset: its first element in the global tensor.
+        shape: lengths of its dims.
+        local_offset: its first element in the local tensor.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -140,11 +158,11 @@ class ShardBlock(NamedTuple):
 
 
 def blocks(spec: DTensorSpec) -> list[ShardBlock]:
-    """The boxes that make up this rank's part, empty ones left out unless the whole tensor is empty."""
+    """Returns the blocks that make up this rank's part, without empty ones unless the global tensor is empty."""
     info = spec.info
     if info.coordinate is None:
         return []
-    pieces = []  # of each dim: (global offset, length, local offset)
+    pieces = []  # for each dim a list of (global offset, length, local offset)
     for dim, size in enumerate(spec.shape):
         runs = runs_of_rank(size, dim, spec.placements, info.sizes, info.coordinate)
         starts = itertools.accumulate((length for _, length in runs), initial=0)
@@ -154,24 +172,26 @@ def blocks(spec: DTensorSpec) -> list[ShardBlock]:
 
 
 def create_write_items(tensor: Wrapper, name: str, object: Any) -> list[WriteItem]:
-    """What torch.distributed.checkpoint saves of a DTensor on this rank. Ranks that hold the same block
-    give it one name, and it is written once."""
+    """Returns what torch.distributed.checkpoint saves of a DTensor on this rank.
+
+    Ranks with the same block give it the same name, and it is written once.
+    """
     return write_items(name, create_chunk_list(tensor), tensor._local_tensor, tensor._spec.shape)
 
 
 def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
-    """The blocks of this rank, as torch.distributed.checkpoint describes them.
+    """Returns the blocks of this rank in the form of torch.distributed.checkpoint.
 
     Raises:
-        PlacementError: a Partial, of which no rank has a value to save.
-        LayoutError: a shard of a `LocalShardsWrapper` that reaches out of the tensor.
+        PlacementError: a Partial, as ranks have terms and no values to save.
+        LayoutError: a shard of a `LocalShardsWrapper` exceeds the tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if tensor._spec.has_partial():
         raise PlacementError(
-            f"got a checkpoint of {tensor._spec}, expected Shard or Replicate: redistribute it before, as the ranks "
-            "hold terms of its values, not values"
+            f"got a checkpoint of {tensor._spec}, expected Shard or Replicate: redistribute it first, as the ranks "
+            "have terms of its values, not the values"
         )
     if holds_shards(tensor._local_tensor):
         return chunks_within(tensor._local_tensor, tensor._spec.shape)
@@ -182,17 +202,17 @@ def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
 
 
 def get_tensor_shard(tensor: Wrapper, index: MetadataIndex) -> torch.Tensor:
-    """The local memory of the block that starts at `index.offset`."""
+    """Returns the part of the local tensor that is the block at `index.offset`."""
     if holds_shards(tensor._local_tensor):
         return tensor._local_tensor.__get_tensor_shard__(index)
-    held = blocks(tensor._spec)
-    for block in held:
+    own_blocks = blocks(tensor._spec)
+    for block in own_blocks:
         if index.offset is None or tuple(index.offset) == block.offset:
             local = tensor._local_tensor
             for dim, (start, length) in enumerate(zip(block.local_offset, block.shape, strict=True)):
                 local = local if length == local.size(dim) else local.narrow(dim, start, length)
             return local
     raise LayoutError(
-        f"got the offset {index.offset} of {index.fqn}, expected one of {[b.offset for b in held]}, where this "
+        f"got the offset {index.offset} of {index.fqn}, expected one of {[b.offset for b in own_blocks]}, where this "
         "rank's blocks start"
     )

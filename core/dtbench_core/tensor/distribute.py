@@ -1,4 +1,4 @@
-"""Spreading plain tensors and modules over a mesh."""
+"""Distributes plain tensors and modules over a mesh."""
 
 from __future__ import annotations
 
@@ -34,21 +34,19 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """The global `tensor`, which every rank passes in the same shape, spread over the mesh.
+    """Distributes a global tensor over the mesh. Every rank passes a tensor of the same shape.
 
     Args:
-        placements: one per mesh dim; all Replicate when not given. Of a Partial's terms that add up to the values, the
-            first rank of the mesh dim holds the values, and the others 0 of a sum, 1 of a product, 0 of bxor; of
-            other reductions all hold the values.
-        src_data_rank: the rank, within each mesh dim, whose values count. None: every rank cuts its
-            part from its own copy and nothing is sent.
+        placements: one per mesh dim; all Replicate if not given. For Partial the first rank of the mesh dim has the
+            values and the others 0 for sum and bxor or 1 for product; for other reductions all ranks have the values.
+        src_data_rank: the rank, within each mesh dim, whose values are used. None: every rank cuts its part from its
+            own copy and nothing is sent.
 
     Returns:
         A leaf DTensor that requires grad if `tensor` does.
 
     Raises:
-        ArgumentError: a tensor computed from others under autograd or in a transform of torch.func, a DTensor already
-            placed otherwise.
+        ArgumentError: a tensor that is no leaf or is in a transform of torch.func; a DTensor with other placements.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"distribute_tensor got {type(tensor).__name__}, expected a torch.Tensor")
@@ -66,11 +64,11 @@ def distribute_tensor(
     if is_torchs_dtensor(tensor) or not tensor.is_leaf:
         raise _refusal(tensor)
     local = tensor.detach()
-    if local.is_neg() or local.is_conj():  # lazily, in memory that would be sent as it lies
+    if local.is_neg() or local.is_conj():  # its memory has other values than the tensor
         local = local.resolve_conj().resolve_neg()
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
-    values = placements_of_gradient(placed)  # as the tensor's, but whole where terms are to be pending
+    values = placements_of_gradient(placed)  # Replicate in place of Partial
     stride = preserved_stride(tuple(tensor.shape), tensor.stride())
     spec = DTensorSpec.of(info, values, tensor.shape, stride, tensor.dtype)
     if info.coordinate is None:
@@ -98,32 +96,32 @@ def _refusal(tensor: torch.Tensor) -> ArgumentError:
     )
 
 
-def _sent(whole: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
-    """This rank's contiguous part of rank `src`'s tensor, mesh dim by mesh dim, outermost first."""
-    local = whole
+def _sent(full: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
+    """Returns this rank's contiguous part of rank `src`'s tensor, sent along each mesh dim, outermost first."""
+    local = full
     for mesh_dim, placement in enumerate(placements):
         group, index, parts = info.groups[mesh_dim], info.my_coordinate()[mesh_dim], info.sizes[mesh_dim]
         if isinstance(placement, Shard):
             pieces = [placement.part(local, parts, rank) for rank in range(parts)]
             local = _scattered(pieces, placement.dim, group, index, src)
         else:
-            if local is whole:
+            if local is full:
                 local = local.clone(memory_format=torch.contiguous_format)
             comm.broadcast(local, group, src)
     return local
 
 
 def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
-    """Part `index` of the source rank's parts; padded on the way, as a scatter moves equal shapes."""
+    """Returns part `index` of the source rank's parts. They are padded, as a scatter needs equal shapes."""
     lengths = [part.size(dim) for part in parts]
-    most = max(lengths)
-    shape = (*parts[0].shape[:dim], most, *parts[0].shape[dim + 1 :])
+    max_length = max(lengths)
+    shape = (*parts[0].shape[:dim], max_length, *parts[0].shape[dim + 1 :])
     if 0 in shape:
         return parts[index].clone(memory_format=torch.contiguous_format)
     output = parts[0].new_empty(shape)
-    sent = [padded(part, dim, most) for part in parts] if index == src else None
+    sent = [padded(part, dim, max_length) for part in parts] if index == src else None
     comm.scatter(output, sent, group, src)
-    return output if lengths[index] == most else output.narrow(dim, 0, lengths[index]).contiguous()
+    return output if lengths[index] == max_length else output.narrow(dim, 0, lengths[index]).contiguous()
 
 
 def distribute_module(
@@ -136,8 +134,8 @@ def distribute_module(
     """Makes a module's parameters and buffers DTensors, in place, and converts its inputs and outputs.
 
     Args:
-        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces
-            its parameters. What it leaves plain is replicated.
+        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces its parameters.
+            Parameters and buffers that it leaves plain are replicated.
         input_fn: called with (module, inputs, mesh), or (inputs, mesh) if it takes two arguments, before forward;
             its result replaces the inputs.
         output_fn: called with (module, outputs, mesh), or (outputs, mesh), after forward; its result replaces the
@@ -147,44 +145,45 @@ def distribute_module(
         The same module.
 
     Raises:
-        ArgumentError: a function that takes neither three nor two arguments.
+        ArgumentError: `input_fn` or `output_fn` takes neither two nor three arguments.
     """
     mesh = mesh_or_current(device_mesh)
-    convert_input, convert_output = _of_three("input_fn", input_fn), _of_three("output_fn", output_fn)
+    convert_input = _with_three_arguments("input_fn", input_fn)
+    convert_output = _with_three_arguments("output_fn", output_fn)
     for name, part in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, part, mesh)
         _replicate_plain(part, mesh)
     if convert_input is not None:
-        module.register_forward_pre_hook(partial(_read, convert_input, mesh))
+        module.register_forward_pre_hook(partial(_convert_inputs, convert_input, mesh))
     if convert_output is not None:
-        module.register_forward_hook(partial(_give, convert_output, mesh))
+        module.register_forward_hook(partial(_convert_outputs, convert_output, mesh))
     return module
 
 
-# Hooks, and what they call, are functions of a module for a parallelized module to be pickled.
+# Hooks are module-level functions so that a parallelized module can be pickled.
 
 
-def _read(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
+def _convert_inputs(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any) -> Any:
     return convert(module, inputs, mesh)
 
 
-def _give(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+def _convert_outputs(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs: Any, outputs: Any) -> Any:
     return convert(module, outputs, mesh)
 
 
 def without_module(function: Call, module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
-    """Lets `function`, of (values, mesh), be called as one of (module, values, mesh)."""
+    """Calls `function(values, mesh)`; used as a function of (module, values, mesh)."""
     return function(values, mesh)
 
 
-def _of_three(name: str, function: Call | None) -> Call | None:
-    """`function` as one of (module, inputs or outputs, mesh)."""
+def _with_three_arguments(name: str, function: Call | None) -> Call | None:
+    """Returns `function` as a function of (module, inputs or outputs, mesh)."""
     if function is None:
         return None
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one written in C that does not tell
+    except ValueError:  # a function in C without a signature
         return function
     for count in (3, 2):
         with contextlib.suppress(TypeError):
@@ -207,7 +206,7 @@ def _replicate_plain(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _placed_gradient(grad: torch.Tensor, described: Described) -> DTensor:
-    """The whole gradient of a result of a graph, as that result is placed. Nothing is sent."""
+    """Returns a global gradient as a DTensor with the placements of the graph's result. Nothing is sent."""
     spec, *_ = described
     return distribute_tensor(grad, spec.info.mesh, spec.placements, src_data_rank=None)
 

@@ -63,7 +63,7 @@ from dtbench_core.redistribute.routes import (
 )
 from dtbench_core.tensor import checkpoint, in_graphs
 from dtbench_core.tensor.lent_memory import note_lender
-from dtbench_core.tensor.view_methods import straight_methods
+from dtbench_core.tensor.view_methods import direct_methods
 from dtbench_core.torch_compat import (
     AutogradFunction,
     DisableTorchFunction,
@@ -82,7 +82,7 @@ from dtbench_core.torch_compat import (
 )
 
 
-@straight_methods
+@direct_methods
 class DTensor(Wrapper):
     """One global tensor, of which every rank holds the part its placements say.
 
@@ -174,7 +174,7 @@ class DTensor(Wrapper):
     # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
     __tensor_flatten__ = in_graphs.flatten
     _stable_hash_for_caching = in_graphs.stable_hash
-    _dynamo_dynamic_indices = in_graphs.marks
+    _dynamo_dynamic_indices = in_graphs.dynamic_marks
 
     @staticmethod
     def __tensor_unflatten__(
@@ -400,8 +400,8 @@ class DTensor(Wrapper):
             placed = (
                 None if grad_placements is None else normalize(grad_placements, self.ndim, self._spec.info)
             )
-            whole: torch.Tensor = FullTensor.apply(self, route, placed)
-            return whole
+            full: torch.Tensor = FullTensor.apply(self, route, placed)
+            return full
         return _whole(self, route)
 
 
@@ -447,8 +447,8 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
         )
     if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
         tensor: DTensor = FromLocal.apply(unwrap_if_dead(local), spec, grad_placements)
-        kept = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
-        return tensor if kept else note_lender(tensor, local)
+        needs_no_lender = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
+        return tensor if needs_no_lender else note_lender(tensor, local)
     return _held(local, spec)
 
 
@@ -563,20 +563,20 @@ class ToLocal(AutogradFunction):
     def forward(
         ctx: Ctx, tensor: DTensor, grad_placements: Placements | None, writable: bool
     ) -> torch.Tensor:
-        ctx.asked = tensor._spec, grad_placements, writable  # one attribute: each takes 0.2 us
+        ctx.arguments = tensor._spec, grad_placements, writable  # one attribute: each takes 0.2 us
         # To autograd a view made in here, so that it refuses a write: that would change `tensor`, and the gradients
         # of what is computed from that would not know.
         return _lent(tensor, view=not writable)
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[DTensor, None, None]:
-        spec, placed, _ = ctx.asked
+        spec, placed, _ = ctx.arguments
         placed = placed or placements_of_gradient(spec.placements)
         return _gradient(grad, spec.info, placed, spec.shape), None, None
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
-        return _lent(tangent, view=not ctx.asked[-1])
+        return _lent(tangent, view=not ctx.arguments[-1])
 
 
 class FullTensor(AutogradFunction):
@@ -596,8 +596,8 @@ class FullTensor(AutogradFunction):
             placed = ctx.grad_placements or spec.placements
             gradient = _gradient(grad, spec.info, placed, spec.shape)
             return gradient.redistribute(placements=route.gradient), None, None
-        here = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
-        back = cheapest_route(here, route.gradient)
+        full_spec = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, grad.dtype)
+        back = cheapest_route(full_spec, route.gradient)
         local = run_route(grad, back) if back else grad.contiguous()
         return wrap(DTensor, local, back.result), None, None
 

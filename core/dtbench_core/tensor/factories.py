@@ -1,7 +1,7 @@
-"""DTensors made from nothing but a shape: ones, zeros, empty, full, rand, randn; linspace and logspace.
+"""Factories of DTensors: ones, zeros, empty, full, rand, randn, linspace and logspace.
 
-Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers that torch would
-give on one device (see layout/random.py).
+Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers of torch on one device (see
+layout/random.py).
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ def ones(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of ones.
+    """Returns a DTensor of ones.
 
     Args:
         size: the global shape, as `ones(2, 3)` or `ones((2, 3))`.
         dtype: torch's default dtype when not given.
-        layout: torch.strided; there is no other.
-        requires_grad: whether autograd records what is done with it.
-        device_mesh: the mesh it lives on; the enclosing `with mesh:` when not given.
-        placements: one per mesh dim, Shard or Replicate; all Replicate when not given.
+        layout: only torch.strided.
+        requires_grad: whether autograd records ops on it.
+        device_mesh: its mesh; that of the enclosing `with mesh:` if not given.
+        placements: one per mesh dim, Shard or Replicate; all Replicate if not given.
 
     Raises:
-        ArgumentError: a shape or layout that cannot be. PlacementError: placements that do not fit.
+        ArgumentError: an invalid shape or layout.
+        PlacementError: placements that do not fit.
         MeshError: no mesh.
     """
     return _create(torch.ones, "ones", size, dtype, layout, requires_grad, device_mesh, placements)
@@ -60,9 +61,9 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of `fill_value`s, whose type decides the dtype when none is given, as in torch.full.
+    """Returns a DTensor filled with `fill_value`, whose type decides the dtype if none is given, as in torch.full.
 
-    `size` is a sequence or one int; other arguments and errors as for `ones`.
+    `size` is a sequence or an int. Other arguments and errors are those of `ones`.
     """
     fill = functools.partial(torch.full, fill_value=fill_value)
     dtype = dtype or fill(()).dtype
@@ -80,10 +81,10 @@ def linspace(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of shape (steps,), evenly spaced from `start` to `end`: bit for bit what torch.linspace gives.
+    """Returns a DTensor of shape (steps,), evenly spaced from `start` to `end`, bit for bit as torch.linspace.
 
-    `start` and `end` are numbers or tensors without dims. Each rank makes all of it for a moment, as a part computed
-    from its own ends is rounded otherwise. Other arguments and errors as for `ones`.
+    `start` and `end` are numbers or tensors without dims. Each rank makes the global tensor and keeps its part, since a
+    part computed from its own ends would be rounded differently. Other arguments and errors are those of `ones`.
     """
     fill = functools.partial(torch.linspace, _number("linspace", start), _number("linspace", end))
     return _spaced(fill, "linspace", steps, dtype, layout, requires_grad, device_mesh, placements)
@@ -101,9 +102,9 @@ def logspace(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """A DTensor of shape (steps,), evenly spaced on a logarithmic scale from `base ** start` to `base ** end`.
+    """Returns a DTensor of shape (steps,), evenly spaced on a logarithmic scale from `base ** start` to `base ** end`.
 
-    As `linspace` in all else.
+    Arguments and errors are those of `linspace`.
     """
     ends = _number("logspace", start), _number("logspace", end)
     fill = functools.partial(torch.logspace, *ends, base=base)
@@ -121,13 +122,13 @@ def _number(name: str, end: float | complex | torch.Tensor) -> float | complex:
 
 
 def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any, *options: Any) -> DTensor:
-    """fill: makes the whole tensor from `steps`, `dtype` and `device`."""
+    """Returns a DTensor. fill: makes the global tensor from `steps`, `dtype` and `device`."""
     kind = dtype or fill(steps=0).dtype
-    return _create(lambda size, **others: fill(steps=size[0], **others), name, ((steps,),), kind, *options)
+    return _create(lambda size, **options: fill(steps=size[0], **options), name, ((steps,),), kind, *options)
 
 
 def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: str) -> Callable[P, DTensor]:
-    """A function with the parameters of `model` that makes what `make` does."""
+    """Returns a factory with the parameters of `model` that fills the tensor with `make`."""
     name = make.__name__
 
     @functools.wraps(model, assigned=())  # its parameters, for `inspect` and `help`
@@ -135,25 +136,25 @@ def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: s
         return _create(make, name, size, **options)
 
     factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = f"{doc} Arguments and errors as for `ones`."
+    factory.__doc__ = f"{doc} Arguments and errors are those of `ones`."
     return cast("Callable[P, DTensor]", factory)
 
 
-zeros = _like(ones, torch.zeros, "A DTensor of zeros.")
+zeros = _like(ones, torch.zeros, "Returns a DTensor of zeros.")
 empty = _like(
     ones,
     torch.empty,
-    "A DTensor whose values are whatever the memory held, so that replicas may differ until it is written.",
+    "Returns a DTensor with undefined values, so that replicas may differ until it is written to.",
 )
 rand = _like(
     ones,
     torch.rand,
-    "A DTensor of uniform numbers in [0, 1), those that torch.rand gives on one device seeded like the ranks.",
+    "Returns a DTensor of uniform numbers in [0, 1), those of torch.rand on one device with the same seed.",
 )
 randn = _like(
     ones,
     torch.randn,
-    "A DTensor of standard normal numbers, those that torch.randn gives on one device seeded like the ranks.",
+    "Returns a DTensor of standard normal numbers, those of torch.randn on one device with the same seed.",
 )
 
 

@@ -1,4 +1,4 @@
-"""What compilers ask of a DTensor: its parts, and a name for what a graph traced with it depends on."""
+"""Methods of DTensor that compilers call: its inner tensors, a hash for caches, and marks of dynamic dims."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.spec import DTensorSpec
-<<<<<<< HEAD
-from dtbench_core.layout.wrapper import Crossing, SharedMemory, SharedResults, Wrapper, held_by, note_argument
-from dtbench_core.redistribute.copied_view import is_copied, refresh_stale
-=======
 from dtbench_core.layout.wrapper import (
     Crossing,
     SharedMemory,
@@ -21,8 +17,7 @@ from dtbench_core.layout.wrapper import (
     note_argument,
     stored_local,
 )
-from dtbench_core.redistribute.copied_view import is_copied, read_again
->>>>>>> 7db2cb7b (Explain how an op is dispatched, in plain words)
+from dtbench_core.redistribute.copied_view import is_copied, refresh_result
 from dtbench_core.torch_compat import (
     as_functional,
     functionalization,
@@ -34,7 +29,7 @@ from dtbench_core.torch_compat import (
     value_of_functional,
 )
 
-# Its spec, whether it requires grad, and why it must not be written to, if so.
+# (spec, requires_grad, why the tensor must not be written to, if so)
 Described: TypeAlias = tuple[DTensorSpec, bool, Crossing | None]
 
 
@@ -45,10 +40,10 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     writes to the argument are noticed.
     """
     crossing, local = tensor._crossing, stored_local(tensor)
-    if SharedResults.exist and local.__class__ is torch.Tensor:  # Dynamo's guards ask, before each call
+    if SharedResults.exist and local.__class__ is torch.Tensor:  # called by Dynamo's guards before each call
         note_argument(tensor)
     if is_functional(local):
-        refresh_stale(tensor)
+        refresh_result(tensor)
         crossing = tensor._crossing = _as_result(tensor)
     elif is_copied(tensor) and (crossing is None or local.__class__ is torch.Tensor):
         crossing = "argument"
@@ -93,29 +88,42 @@ def _as_result(tensor: Wrapper) -> Crossing | None:
 
 
 def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
-    """What is noted of the memory of an input, of that local tensor, of a graph that is traced."""
+    """Returns the `SharedMemory` of an input of the graph that is being traced."""
     memory, trace = SharedMemory(value_of_functional(local)), functionalization()
     if trace is not None and 0 not in spec.shape:
-        others = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
-        first = others.setdefault(storage_of_wrapper(local), memory)
+        memories = vars(trace).setdefault("dtbench_core", dict[int, SharedMemory]())
+        first = memories.setdefault(storage_of_wrapper(local), memory)
         first.of_two_inputs = memory.of_two_inputs = first is not memory
     return memory
 
 
 def stable_hash(tensor: Wrapper) -> str:
-    """Names what a graph traced with this tensor depends on, its process groups and this library included."""
+    """Returns all that a graph traced with this tensor depends on, including process groups and this library."""
     spec, local = tensor._spec, tensor._local_tensor
     mesh = spec.info.mesh
     groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
-    by = state_of_library()
-    kept = tuple(local.shape), local.stride(), tensor.requires_grad
-    return repr((by, groups, spec.placements, tuple(spec.shape), spec.stride, spec.order, spec.dtype, kept))
+    library = state_of_library()
+    local_metadata = tuple(local.shape), local.stride(), tensor.requires_grad
+    return repr(
+        (
+            library,
+            groups,
+            spec.placements,
+            tuple(spec.shape),
+            spec.stride,
+            spec.order,
+            spec.dtype,
+            local_metadata,
+        )
+    )
 
 
 class MarkedDims(set[int]):
-    """What `torch._dynamo.mark_dynamic` notes dims of a DTensor in. Always empty: a shard's size is no function of the
-    global one that a compiler could keep open, so that each graph has its sizes, and the mark is a wish, as that
-    of `maybe_mark_dynamic`: sizes are right, and each has a graph of its own."""
+    """The set in which `torch._dynamo.mark_dynamic` stores dims of a DTensor. It stays empty.
+
+    The shards' sizes do not depend on the global size in a way that a compiler could express, so each size gets a graph
+    of its own. A mark is treated as `maybe_mark_dynamic`, which allows that.
+    """
 
     def __init__(self, tensor: Wrapper) -> None:
         super().__init__()
@@ -126,13 +134,13 @@ class MarkedDims(set[int]):
         if tensor is None:
             return
         for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
-            vars(stored_local(tensor)).pop(name, None)  # it marks the local tensor first
-        vars(tensor).get("_dynamo_hint_overrides", {}).clear()  # a size is what it is
+            vars(stored_local(tensor)).pop(name, None)  # it dynamic_marks the local tensor first
+        vars(tensor).get("_dynamo_hint_overrides", {}).clear()  # no other size is assumed
         torch._dynamo.maybe_mark_dynamic(tensor, index)
 
 
 class _Marks:
-    """The attribute that `mark_dynamic` makes: unset it is not there, as guards ask for it at every call."""
+    """Descriptor of the attribute that `mark_dynamic` sets. Until then it raises AttributeError, as guards expect."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -150,4 +158,4 @@ class _Marks:
         vars(tensor).pop(self._name, None)
 
 
-marks = _Marks()
+dynamic_marks = _Marks()

@@ -1,6 +1,7 @@
-"""A plain tensor that a DTensor was made of, when an op writes to the DTensor: autograd gives it the same history.
+"""Autograd history of a plain tensor whose DTensor, made by `from_local`, is written to.
 
-Values follow by themselves, as the two share memory. Of a leaf the write is refused (FromLocal).
+Both share memory, so the plain tensor has the new values. It must get the history of the write, too. If it is a leaf,
+the write is refused (FromLocal).
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter as keep_ve
 from dtbench_core.layout.wrapper import SharedMemory, Wrapped, Wrapper
 from dtbench_core.op_types import Ctx
 
-# Sizes, strides and storage offset.
+# (sizes, strides, storage offset) of a view.
 _Window = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
 
 
 class _SameHistory(torch.autograd.Function):
-    """The tensor, which was written to as `written` was; its gradient is that of `written`."""
+    """Marks a tensor as written to with the values of `written`; its gradient goes to `written`."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
@@ -29,14 +30,14 @@ class _SameHistory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(grad), grad  # of a view, None would mean the whole of its base
+        return torch.zeros_like(grad), grad  # not None, which for a view would mean the gradient of its base
 
 
 def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
-    """`tensor`, a DTensor of `local`, which is no leaf and may be used after a write to `tensor`."""
+    """Returns `tensor`, a DTensor of `local`, such that writes to it also update the history of `local`, no leaf."""
     base = local._base
     window: _Window | None = None
-    if base is not None and base.dtype == local.dtype:  # may be used where nobody holds `local` any more
+    if base is not None and base.dtype == local.dtype:  # the base may outlive `local`
         window = (local.size(), local.stride(), local.storage_offset())
     memory = SharedMemory()
     memory.update_lender = partial(
@@ -52,7 +53,7 @@ def _update_lender(lender: ReferenceType[torch.Tensor], window: _Window | None, 
         return
     if window is not None:
         local = local.as_strided(*window)
-    whole = written if written._base is None else written._base
-    # It was written to once, which autograd has counted: results that the op saved are those of now.
+    base = written if written._base is None else written._base
+    # The write was counted already; counting it again would invalidate tensors that the op saved.
     with keep_version(local):
-        _SameHistory.apply(local, whole.to_local())  # type: ignore[attr-defined]
+        _SameHistory.apply(local, base.to_local())  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Tensor methods and attributes that need nothing but torch's own path, without `__torch_function__` first.
+"""Tensor methods and attributes that go directly to torch, without `__torch_function__`.
 
-A view must pass through torch, which tracks views and their versions; asking `__torch_function__` on
-the way costs a microsecond and changes nothing. (Torch function modes still see the call.)
+Views must pass through torch, which tracks views and their versions. Calling `__torch_function__` first would cost a
+microsecond and change nothing. Torch function modes still see the call.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dtbench_core.layout.wrapper import Wrapped
 from dtbench_core.op_types import Call
 from dtbench_core.torch_compat import DisableTorchFunction, disabled_torch_function
 
-# Methods that take one tensor, and give views of it; and `requires_grad_`.
+# Methods that return views of one tensor, and `requires_grad_`.
 METHODS = (
     *("chunk", "detach", "expand", "flatten", "movedim", "narrow", "permute", "select", "split", "squeeze"),
     *("swapaxes", "t", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "requires_grad_"),
 )
 
-# Attributes that are read alone, for every parameter in every step of an optimizer.
+# Read-only attributes that optimizers read for every parameter in every step.
 GETTERS: tuple[str, ...] = ("device", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "layout")
 
 _PLAIN_INDEX = (int, slice, type(None), type(Ellipsis))
 _getitem = torch.Tensor.__getitem__
 
 
-def _straight(name: str) -> Call:
+def _direct_method(name: str) -> Call:
     method = getattr(torch.Tensor, name)
 
     def call(self: torch.Tensor, *args: object, **kwargs: object) -> Any:
@@ -61,18 +61,18 @@ def _accessor(name: str) -> property:
 
 
 def getitem(self: torch.Tensor, index: Any) -> Any:
-    """`x[index]`: a view straight through torch, unless a tensor is among the indices."""
-    for one in index if index.__class__ is tuple else (index,):
-        if one.__class__ not in _PLAIN_INDEX:
+    """Implements `x[index]`: a view through torch directly, unless the index contains a tensor."""
+    for item in index if index.__class__ is tuple else (index,):
+        if item.__class__ not in _PLAIN_INDEX:
             return _getitem(self, index)
     with DisableTorchFunction():
         return _getitem(self, index)
 
 
-def straight_methods(cls: type[Wrapped]) -> type[Wrapped]:
-    """Class decorator: gives `cls` the methods and attributes above."""
+def direct_methods(cls: type[Wrapped]) -> type[Wrapped]:
+    """Class decorator that gives `cls` these methods and attributes."""
     for name in METHODS:
-        setattr(cls, name, _straight(name))
+        setattr(cls, name, _direct_method(name))
     for name in GETTERS:
         setattr(cls, name, _getter(name))
     cls.grad = _accessor("grad")  # type: ignore[assignment]
