@@ -232,8 +232,8 @@ def _refresh(view: Any) -> None:
     if gathered is None:
         raise PlacementError(
             f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and whose base "
-            "has been written to since: it shows the old values; take the view again after the write, or redistribute the "
-            "base so that the dim is not sharded"
+            "has been written to since: it shows the old values; take the view again after the write, or redistribute "
+            "the base so that the dim is not sharded"
         )
     if state_of(origin.owner) is ViewState.STALE:
         _refresh(origin.owner)
