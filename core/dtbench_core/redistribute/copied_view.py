@@ -1,19 +1,18 @@
-"""Copied views: views that have copied values, where plain torch gives a view of the base's memory.
+"""Views that contain copied values, where plain torch returns a window on the memory of the base.
 
-A view op may cut a sharded dim, which must be gathered first. The result then shares memory with the gathered copy, so
-a write to it would not reach the base, and a write to the base would not show in it. Such a result is of a class of its
-own and records its base and how it was gathered. It is in one of these states:
+A view op may cut a dim that is sharded. That dim is gathered first, so the result is a window on a copy. A write to the
+result would not reach the base, and a write to the base would not be visible in the result. Such a result has another
+class, which stores where its values come from. It is in one of these states:
 
-    COPY    it has the values of its base; what is written to it is stored to the base, each rank its own part
-    STALE   its base was written to; it is gathered again when it is read
+    WINDOW  any other tensor: it shares memory with its base, or is not a view
+    COPY    it has the values of its base; a write to it is stored to the base, by each rank for its own part
+    STALE   its base was written to since; the base is gathered again before the view is read
 
-All other tensors are in the state WINDOW: they share memory with their base, or are no views.
+If the gathered copy is not stored (for conj, and for reduced pending sums), writes and reads of a stale view raise. So
+do writes to an input's copied view that a graph returned, because it is only linked to the storage of the input.
 
-If the gathered copy is not kept (conj, a reduced Partial), writes to the view are refused, and so is reading it when it
-is stale. The same holds for copied views of an argument that a compiled graph returned, as a graph's results have no
-reference to its arguments.
-
-Ops on a copied view give DTensors, but its views are copied views. Its class is part of the key of a plan.
+Ops on a copied view return DTensors, and views of it are copied views. It has separate plans, because its class is part
+of their keys.
 """
 
 from __future__ import annotations
@@ -53,28 +52,30 @@ from dtbench_core.torch_compat import (
 
 
 class ViewState(Enum):
-    WINDOW = auto()  # never changes
-    COPY = auto()  # until the view or its base is written to
-    STALE = auto()  # until the view is read
+    WINDOW = auto()  # always, or it is COPY from the start
+    COPY = auto()  # until the base or the view is written to
+    STALE = auto()  # until it is read
 
 
 class Gathered(NamedTuple):
-    """The local tensor that a copied view shares memory with: the base's values with other placements."""
+    """The local tensor that a copied view is a window on: the values of its base at `placements`."""
 
     local: torch.Tensor
     placements: Placements
 
 
 class Origin(NamedTuple):
-    """Where the values of a copied view come from.
+    """The source of the values of a copied view.
+
+    torch counts writes to a tensor and its views together, but writes to `.data` separately.
 
     Attributes:
-        owner: its base.
-        version: torch's count of writes to the base and its views when the values were copied. None for inference
-            tensors, whose writes are not counted: their views are gathered at every read.
-        writes: the count of `SharedMemory` at the same time, which includes writes to `.data`.
-        gathered: None if the gathered tensor is not kept.
-        spec, local: those of the base at the same time. The base may get another shape in place.
+        owner: the base.
+        version: torch's count of writes when the values were copied. None if torch does not count them, as for
+            inference tensors; such views are gathered at every read.
+        writes: our count of writes to the memory at that time.
+        gathered: the gathered copy; None if it is not stored.
+        spec, local: spec and local tensor of the base at that time. The base may get another shape in place.
     """
 
     owner: Wrapper
@@ -86,14 +87,14 @@ class Origin(NamedTuple):
 
 
 class CopiedView:
-    """Mixin in front of a class of DTensors (`viewed`), which refers to the resulting class as its `copied_view`."""
+    """Mixin in front of a DTensor class (`viewed`), whose attribute `copied_view` is the resulting class."""
 
     __slots__ = ()
 
     viewed: ClassVar[type[Wrapper]]
-    # None for a result of a graph, and for a simulated rank's part, whose writes are checked on the global tensor.
+    # None for a part of a simulated rank: the DTensor that it belongs to was checked before.
     _origin: Origin | None = None
-    # Made by a backward pass that is being traced: a gradient owns its memory once the graph returns it.
+    # Whether a traced backward made it. A gradient owns its memory once the graph returns it.
     _of_backward = False
 
     @classmethod
@@ -115,8 +116,8 @@ class CopiedView:
         Wrapper.__dict__["_local_tensor"].__set__(self, local)
 
     def __repr__(self: Any, **options: object) -> str:
-        if state_of(self) is ViewState.STALE:  # nothing is sent, as one rank may print alone
-            return f"DTensor({self._spec}, local=not gathered again since its base was written to)"
+        if state_of(self) is ViewState.STALE:  # must not communicate, because one rank may print alone
+            return f"DTensor({self._spec}, local=stale: gathered again when read, because its base was written to)"
         return cast("str", self.viewed.__repr__(self, **options))
 
     def __deepcopy__(self: Any, memo: Any) -> Any:
@@ -142,12 +143,11 @@ def copied_view(
     gathered: Gathered | None = None,
     offset: int = 0,
 ) -> Wrapped:
-    """Returns a copied view of `base`.
+    """Returns a view of `base` (of class `cls`) whose values were copied to `local`.
 
     Args:
-        cls: the class of `base`.
-        local: the view's values, which share memory with `gathered`, if given.
-        offset: where the view begins behind `base`, in bytes of the global tensor.
+        gathered: the gathered copy that the view is a window on, if it is stored.
+        offset: bytes between the memory of `base` and of the view.
     """
     view = wrap(cls.copied_view, local, spec)
     memory = share_memory(base, view, offset)
@@ -167,40 +167,36 @@ def is_copied(tensor: object) -> bool:
 
 
 def take_memory(tensor: Value, source: Value) -> None:
-    """Makes `tensor` share the memory of `source`, and be the same copied view if `source` is one.
-
-    Called after `tensor` got the local tensor and spec of `source`, as by `.data = source`.
-    """
+    """Makes `tensor` share the memory of `source`, after `.data = source` replaced its local tensor and spec."""
     share_memory(source, tensor, 0)
     origin = source._origin if is_copied(source) else None
     if is_copied(tensor) or origin is not None:
         tensor.__class__ = tensor.viewed if origin is None else tensor.viewed.copied_view
-        # The version of `tensor` is its own; writes to the base are counted by the memory.
+        # torch counts its writes separately from those of its base; `memory` counts the writes to the base.
         tensor._origin = origin and origin._replace(version=version_of(tensor))
 
 
 def reusable_origin(tensor: Value) -> Origin | None:
-    """Returns the origin of a copied view if a copy or file of it can also be a view of its base, else None."""
+    """Returns the origin of a copied view if a deepcopy or a loaded checkpoint of it can be a view again, else None."""
     if not is_copied(tensor) or tensor._origin is None or tensor.requires_grad:
         return None
-    tensor._local_tensor  # noqa: B018 - gathers again if the base was written to
+    tensor._local_tensor  # noqa: B018 - gathers the base again if it was written to
     origin: Origin = tensor._origin
-    can_be_made_again = (
+    is_current = (
         origin.gathered is not None and origin.owner._spec is origin.spec and origin.version is not None
     )
-    return origin if can_be_made_again and origin.local is stored_local(origin.owner) else None
+    return origin if is_current and origin.local is stored_local(origin.owner) else None
 
 
 def state_of(tensor: Value) -> ViewState:
-    """Returns whether a tensor is a copied view, and whether its base was written to."""
     if not is_copied(tensor):
         return ViewState.WINDOW
     origin = tensor._origin
     if origin is None:
         returned_at = tensor._returned_at
-        fresh = returned_at is None or returned_at == tensor._memory[0].count()
-        return ViewState.COPY if fresh else ViewState.STALE
-    if origin.version is None:  # writes are not counted, so the base may have changed
+        is_current = returned_at is None or returned_at == tensor._memory[0].count()
+        return ViewState.COPY if is_current else ViewState.STALE
+    if origin.version is None:  # writes are not counted, so there may have been one
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
     counts = origin.version, origin.writes
     if counts != (version_of(tensor), tensor._memory[0].count()):
@@ -208,32 +204,32 @@ def state_of(tensor: Value) -> ViewState:
     return state_of(origin.owner) if is_copied(origin.owner) else ViewState.COPY
 
 
-def refresh_result(result: Any) -> None:
-    """Gathers a stale result of a graph that is being traced, before the result is split into inner tensors."""
+def refresh_stale(result: Any) -> None:
+    """Gathers a stale result of a traced graph while that is still possible, before the wrapper is removed."""
     if state_of(result) is ViewState.STALE:
         with functionalizing():
             _refresh(result)
 
 
 def _refresh(view: Any) -> None:
-    """Copies the present values of the base to the gathered tensor that `view` shares memory with.
+    """Copies the current values of the base to the memory that `view` is a window on.
 
     Raises:
-        PlacementError: that tensor is not kept.
+        PlacementError: that memory is not stored.
     """
     origin: Origin | None = view._origin
     if origin is None:
         raise PlacementError(
-            f"got {view._spec}, a view of its argument that a compiled function returned as a copy; the argument has "
-            "been written to since, so that it shows the old values: take the view outside the function or again "
+            f"got {view._spec}, a view of an argument that a compiled function returned as a copy; the argument has "
+            "been written to since, so the view has old values: take the view outside the function or again "
             "after the write, or return a clone() of it"
         )
     gathered = origin.gathered
     if gathered is None:
         raise PlacementError(
-            f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and whose base "
-            "has been written to since: it shows the old values; take the view again after the write, or redistribute "
-            "the base so that the dim is not sharded"
+            f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and "
+            "whose base has been written to since, so it has old values: take the view again after the write, "
+            "or redistribute the base so that the dim is not sharded"
         )
     if state_of(origin.owner) is ViewState.STALE:
         _refresh(origin.owner)
@@ -243,9 +239,9 @@ def _refresh(view: Any) -> None:
 
 
 def store_to_base(view: Any) -> None:
-    """Stores what an op wrote to `view` to its base, each rank its own part, and so on to the base of the base.
+    """Stores a write to `view` to its base, and from there to the base of the base; each rank stores its own part.
 
-    The view is stale afterwards, since it shares the count of writes with its base.
+    The shared count of writes makes the view stale afterwards.
     """
     while is_copied(view) and view._origin is not None:
         owner, _, _, gathered, spec, local = view._origin
@@ -257,11 +253,11 @@ def store_to_base(view: Any) -> None:
 
 
 def refuse_writes(written: Sequence[object]) -> None:
-    """Raises before an op writes to these tensors if one of them is a copied view and the write would be lost.
+    """Raises if an op must not write to these tensors.
 
     Raises:
-        PlacementError: the write would not reach the base, or the op writes to several tensors, whose values could be
-            stored over one another.
+        PlacementError: one is a copied view and the write would not reach its base; or there are several tensors and
+            one is a copied view, so that it could be stored over another.
     """
     if len(written) > 1 and any(map(is_copied, written)):
         raise PlacementError(
@@ -273,10 +269,13 @@ def refuse_writes(written: Sequence[object]) -> None:
 
 
 def refuse_write(tensor: Any, *, restating: bool = False) -> None:
-    """Raises before an op writes to `tensor` if it is a copied view and the write would be lost.
+    """Raises if an op must not write to `tensor`.
 
     Args:
-        restating: whether the op gives the tensor another shape, with which it is no view of its base.
+        restating: whether the write changes the shape, which a view of the base does not support.
+
+    Raises:
+        PlacementError: it is a copied view, and the write would be lost.
     """
     root = tensor
     while is_copied(root) and (origin := root._origin) is not None:
@@ -315,8 +314,8 @@ def _refusal_of_crossing(crossing: Crossing) -> str:
     )
 
 
-def crossed(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
-    """Returns a tensor that crosses the boundary of a compiled graph as one that refuses writes.
+def mark_crossing(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
+    """Returns a tensor that crosses the boundary of a compiled graph, as one that refuses writes if necessary.
 
     Args:
         source: the local tensor of the argument whose values were copied.

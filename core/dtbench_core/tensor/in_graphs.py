@@ -17,7 +17,7 @@ from dtbench_core.layout.wrapper import (
     note_argument,
     stored_local,
 )
-from dtbench_core.redistribute.copied_view import is_copied, refresh_result
+from dtbench_core.redistribute.copied_view import is_copied, refresh_stale
 from dtbench_core.torch_compat import (
     as_functional,
     functionalization,
@@ -43,7 +43,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     if SharedResults.exist and local.__class__ is torch.Tensor:  # called by Dynamo's guards before each call
         note_argument(tensor)
     if is_functional(local):
-        refresh_result(tensor)
+        refresh_stale(tensor)
         crossing = tensor._crossing = _as_result(tensor)
     elif is_copied(tensor) and (crossing is None or local.__class__ is torch.Tensor):
         crossing = "argument"
