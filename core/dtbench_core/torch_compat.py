@@ -1,4 +1,4 @@
-"""Every private or renamed torch name the core depends on, in one place (torch 2.11 to 2.13).
+"""All private or renamed torch names that the core depends on (torch 2.11 to 2.13).
 
 torch 2.13 renamed the flat collectives (all_gather_into_tensor -> all_gather_single,
 reduce_scatter_tensor -> reduce_scatter_single) and warns about the old names; 2.11 has only those.
@@ -36,8 +36,8 @@ reduce_scatter_single = cast(
     "Callable[..., Any]", getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# The methods of a process group that torch.distributed's own functions call, hence those that every
-# process group has, one written in Python included. Each takes a record of options.
+# The methods of a process group that torch.distributed's functions call, so every process group has them, including
+# those written in Python. Each takes a record of options.
 _renamed = hasattr(dist.ProcessGroup, "all_gather_single")
 ALL_GATHER_METHOD = "all_gather_single" if _renamed else "_allgather_base"
 REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _renamed else "_reduce_scatter_base"
@@ -49,11 +49,11 @@ BroadcastOptions = distributed_c10d.BroadcastOptions
 ReduceScatterOptions = distributed_c10d.ReduceScatterOptions
 ScatterOptions = distributed_c10d.ScatterOptions
 
-# The mode and autograd state the dispatch path asks for on every call. All of these are C functions
-# that take tenths of a microsecond, against microseconds for their public wrappers.
+# Modes and autograd state that dispatch reads at every call. These C functions take tenths of a microsecond, their
+# public wrappers microseconds.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 DisableTorchDispatch = torch._C._DisableTorchDispatch
-# As a class's `__torch_function__`: ops go straight to its `__torch_dispatch__`.
+# A `__torch_function__` with which ops go directly to the class's `__torch_dispatch__`.
 disabled_torch_function = cast("Any", torch._C._disabled_torch_function_impl)
 any_requires_grad = torch._C._any_requires_grad
 any_autocast = torch._C._is_any_autocast_enabled
@@ -64,20 +64,20 @@ get_default_dtype = torch.get_default_dtype
 dispatch_modes_active = torch._C._len_torch_dispatch_stack
 functorch_level = cast("Callable[[], object]", torch._C._functorch.peek_interpreter_stack)
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-# autograd.grad and backward without their checks of the arguments; it keeps the context for the engine's threads.
+# Runs autograd's engine without the argument checks of autograd.grad and backward.
 run_backward = cast(
     "Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd.graph._engine_run_backward
 )
-# A cotangent for each output: those given, checked, and 1 for a scalar without.
+# Returns a checked cotangent for each output, which is 1 for a scalar without one.
 make_grads = cast("Callable[..., tuple[torch.Tensor | None, ...]]", torch.autograd._make_grads)
-# Of tensors whose dim 0 is a multiple of n: the n chunks of each, side by side: (n, ...). One call, and on
-# CUDA one kernel, for all of them.
+# Splits dim 0 of each tensor into n equal chunks and concatenates the flattened i-th chunks of all: (n, ...). One call,
+# and on CUDA one kernel, for all tensors.
 chunk_cat = cast("Callable[..., torch.Tensor]", torch._chunk_cat)
 make_wrapper = cast("Callable[..., torch.Tensor]", torch.Tensor._make_wrapper_subclass)
 
 
-# torch's own binding of an op is 0.8 us faster than the OpOverload's entry. Listed are ops whose binding
-# takes the same arguments, by position or name as the schema says.
+# torch's Python binding of an op is 0.8 us faster than the OpOverload. Only ops whose binding takes the arguments of
+# the schema, by position or name, are listed.
 _BINDINGS: dict[object, Callable[..., Any]] = {
     getattr(getattr(torch.ops.aten, name), overload or "default"): getattr(owner, name)
     for owner, ops in (
@@ -117,12 +117,12 @@ def record_stream(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether ops on the device go into a CUDA graph, where no event may be queried."""
+    """Whether ops on the device are captured in a CUDA graph, where no event may be queried."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def kernel_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """The fastest way to call `op`: its binding, or its C entry without OpOverload's Python `__call__`."""
+    """Returns the fastest way to call `op`: its binding, or its C entry without OpOverload's Python `__call__`."""
     return _BINDINGS.get(op) or op._op
 
 
@@ -130,14 +130,14 @@ disable_modes = _python_dispatch._disable_current_modes
 
 
 def ranks_of_mesh(mesh: DeviceMesh) -> list[int]:
-    """The global ranks in row-major order. DeviceMesh works on a tensor, which a FakeTensorMode refuses."""
+    """Returns the global ranks in row-major order. Modes are disabled: a FakeTensorMode refuses the mesh's tensor."""
     with disable_modes():
         ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
 
 def world_store() -> Any:
-    """The store that the world's ranks share; None where ranks are threads, or share none."""
+    """Returns the store that the world's ranks share; None if ranks are threads or have no common store."""
     c10d: Any = torch._C._distributed_c10d
     store = underlying = cast("Any", distributed_c10d)._get_default_store()
     while isinstance(underlying, c10d.PrefixStore):
@@ -145,14 +145,14 @@ def world_store() -> Any:
     return None if isinstance(underlying, c10d.HashStore) else store
 
 
-# The process group of a name, as ops carry it.
+# Returns the process group with a name, as ops have in their arguments.
 resolve_group = cast("Callable[[str], dist.ProcessGroup]", torch._C._distributed_c10d._resolve_process_group)
-# The device on which a group sends objects, which it can any tensor.
+# Returns a device whose tensors a group can send.
 device_of_group = cast("Callable[[dist.ProcessGroup], str]", distributed_c10d._get_object_coll_device)
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the enclosing `with mesh:`; RuntimeError when there is none."""
+    """Returns the mesh of the enclosing `with mesh:`. Raises RuntimeError outside of one."""
     return device_mesh._mesh_resources.get_current_mesh()
 
 
@@ -177,36 +177,36 @@ def _set_storage(
 
 
 def share_storage(wrapper: torch.Tensor, local: torch.Tensor) -> None:
-    """Lets a tracer see which wrappers share memory: those that hold tensors of one have one storage, an empty one."""
+    """Gives wrappers whose local tensors share memory a common, empty storage, so that a tracer sees the sharing."""
     shared = vars(local.untyped_storage()).setdefault("of_wrappers", wrapper.untyped_storage())
     if shared is not wrapper.untyped_storage() and shared.device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, shared, wrapper.shape, wrapper.stride())
 
 
 def share_storage_of(base: torch.Tensor, wrapper: torch.Tensor, local: torch.Tensor) -> None:
-    """As `share_storage`, of a view that does not share its base's memory in place of a tensor that does."""
+    """Gives a copied view the storage of its base, as if its local tensor shared the base's memory."""
     vars(local.untyped_storage())["of_wrappers"] = base.untyped_storage()
     if base.untyped_storage().device == wrapper.device and 0 not in wrapper.shape:
         _set_storage(wrapper, base.untyped_storage(), wrapper.shape, wrapper.stride())
 
 
 def register_foreach_type(cls: type[torch.Tensor]) -> None:
-    """Lets optimizers and clip_grad_norm_ choose their foreach form for `cls`, as for plain tensors."""
+    """Makes optimizers and clip_grad_norm_ choose their foreach form for `cls`, as for plain tensors."""
     for listed in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if cls not in listed:
             listed.append(cls)
 
 
 def teach_loading(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wraps what optimizers do with each value of a state that they load: (parameter, value, ...) -> value."""
+    """Wraps the function that optimizers call for each value of a loaded state: (parameter, value, ...) -> value."""
     name = "_process_value_according_to_param_policy"
     setattr(optimizer.Optimizer, name, staticmethod(wrapped(getattr(optimizer.Optimizer, name))))
 
 
 def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
-    """The global ranks of every group along `dim`: of `mesh`, and of its siblings where it is a slice."""
+    """Returns the global ranks of every group along `dim`, of the parent mesh if `mesh` is a slice."""
     layout: Any = mesh._layout[dim]
-    if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13 only whole meshes have it
+    if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13 only meshes that are no slices have it
         layout = vars(device_mesh)["_MeshLayout"]([layout])
     with torch._C._DisableTorchDispatch():
         return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
@@ -218,7 +218,7 @@ _library = torch.library.Library("dtbench_core", "FRAGMENT")
 def new_op(
     schema: str, kernel: Callable[..., Any], meta: Callable[..., Any] | None = None
 ) -> torch._ops.OpOverload:
-    """An op of the core's own, of that schema. meta: its kernel for metadata alone, if `kernel` cannot be it."""
+    """Defines an op of this library. meta: its meta kernel, if `kernel` does not work on meta tensors."""
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, kernel, "CompositeExplicitAutograd")
@@ -228,31 +228,32 @@ def new_op(
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
-    """Whether torch makes `op` of other ops, above autograd."""
+    """Whether torch decomposes `op` into other ops above autograd."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def mesh_group_names(mesh: DeviceMesh) -> list[str]:
-    """The name of this process's group along each dim of `mesh`; none where it is outside."""
+    """Returns the name of this process's group along each dim of `mesh`; an empty list outside the mesh."""
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
 
 
-# (class, tensor): as that class, counting writes together with the tensor. Of another class' metadata: `set_data`.
+# make_subclass(cls, tensor) returns a tensor of that class, which shares the version of `tensor`. `set_data` then
+# changes its metadata.
 make_subclass = torch.Tensor._make_subclass
-as_subclass = torch.Tensor.as_subclass  # the same as a view, which autograd sees
+as_subclass = torch.Tensor.as_subclass  # the same, as a view in autograd
 set_data = cast("Any", torch.Tensor.data).__set__
 
 _version: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often `tensor`, or what it is a view of, was written to; None for an inference tensor."""
+    """Returns torch's count of writes to `tensor`, its base and their views; None for an inference tensor."""
     with DisableTorchFunction():
         return None if tensor.is_inference() else _version(tensor)
 
 
 def counted_together(tensor: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether torch counts the writes to `other` as writes to `tensor`."""
+    """Whether torch counts writes to the second tensor as writes to the first."""
     if (version := version_of(tensor)) is None or version_of(second) != version:
         return False
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(second):
@@ -264,9 +265,9 @@ _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without values, of which `version_of` is that of `tensor`, and that does not keep it."""
+    """Returns a tensor without values that shares the version of `tensor`, without a reference to it."""
     was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, False)  # in a dispatch, which is below it
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, False)  # dispatch runs below this key
     try:
         with DisableTorchDispatch():
             return make_subclass(torch.Tensor, tensor)
@@ -278,8 +279,12 @@ _Result = TypeVar("_Result")
 
 
 def counting(call: Callable[..., _Result], *, view: bool) -> Callable[..., _Result]:
-    """`call` so that torch counts its writes, and those to a tensor and to its views together, below autograd, too.
-    view: it gives views; that of `.data`, whose writes count apart, is the one that torch does not take below."""
+    """Returns `call` such that torch counts writes also below autograd, where dispatch runs.
+
+    Args:
+        view: whether `call` returns views, which then share the version. Not so for `.data`, whose version is separate;
+            torch takes only that view with the counting key enabled.
+    """
 
     def counted(*args: object, **kwargs: object) -> _Result:
         was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
@@ -293,77 +298,79 @@ def counting(call: Callable[..., _Result], *, view: bool) -> Callable[..., _Resu
 
 
 def is_fake_mode_active() -> bool:
-    """Whether tensors have no values now: torch.compile and torch.export trace."""
+    """Whether torch.compile or torch.export traces with tensors that have no values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine runs here, with values."""
+    """Whether autograd's engine runs in this thread and is not traced."""
     return in_backward_pass() and not is_traced()
 
 
 def is_traced() -> bool:
-    """Whether an op becomes part of a graph, which cannot choose by a value."""
+    """Whether ops are traced into a graph, which cannot branch on values."""
     return is_fake_mode_active() or active_tracer() is not None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no values, with its mode active or, as while Dynamo replays a view, stepped aside."""
+    """Whether `tensor` has no values. Its mode need not be active, for example while Dynamo replays a view."""
     return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is one of a graph that AOTAutograd traces."""
+    """Whether `tensor` belongs to a graph that AOTAutograd is tracing."""
     return isinstance(tensor, functional_tensor.FunctionalTensor)
 
 
-# As a context: ops on tensors of a graph that AOTAutograd traces, which were handed to it already.
+# Context for further ops on tensors of a graph that AOTAutograd is tracing, after the traced function has ended.
 functionalizing = functional_tensor.FunctionalTensorMode
 
 
 def value_of_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """The value of a tensor of a graph that AOTAutograd traces, as of now: no later write changes it."""
+    """Returns the present value of a tensor in a graph that AOTAutograd is tracing. Later writes do not change it."""
     return torch._from_functional_tensor(vars(tensor)["elem"])
 
 
 def as_functional(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of a graph that AOTAutograd traces, of that value."""
+    """Returns a tensor with this value in a graph that AOTAutograd is tracing."""
     with functionalizing():
         functional: torch.Tensor = functional_tensor.FunctionalTensor.to_functional(value)
     return functional
 
 
 def functionalization() -> object:
-    """What traces a graph of AOTAutograd now, one object per trace; None between traces."""
+    """Returns the mode that traces a graph of AOTAutograd, a new object per trace; None between traces."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
 
 
 def storage_of_wrapper(local: torch.Tensor) -> int:
-    """Which storage a tracer was shown of the wrapper that holds `local`, of a graph that AOTAutograd traces."""
+    """Returns an identifier of the storage that a tracer sees for the wrapper of `local` (`share_storage`)."""
     storage = value_of_functional(local).untyped_storage()
     return cast("int", vars(storage).get("of_wrappers", storage)._cdata)
 
 
 def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:
-    """A `base` of these words that is the tracer's error of a size that values decide, too, by which Dynamo ends a
-    graph before the op; None if `error` is another one."""
+    """Returns a `base` error with this message that is also the tracer's error of a size that depends on values.
+
+    By that error Dynamo ends a graph before the op. None if `error` is another one.
+    """
     kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
     if not isinstance(error, kind):
         return None
     return cast("Exception", type("UnknownSizeError", (base, kind), {})(vars(error)["cond"], words))
 
 
-# (class, *arguments): what an autograd function's `apply` ends in.
+# apply(cls, *arguments): the C function that an autograd function's `apply` calls.
 _apply = vars(torch._C._FunctionBase)["apply"]
-# What a tensor of a transform of torch.func is once the transform has ended; any other tensor is itself.
+# Returns the inner tensor of a transform of torch.func that has ended; any other tensor unchanged.
 unwrap_if_dead = cast("Callable[[torch.Tensor], torch.Tensor]", torch._C._functorch.unwrap_if_dead)
 
 
 class AutogradFunction(torch.autograd.Function):
-    """A function of autograd whose `apply` skips torch's, which asks for transforms of torch.func and takes 2 us.
+    """An autograd function whose `apply` skips torch's Python code for transforms of torch.func, which takes 2 us.
 
-    No argument may be a tensor of a transform that has ended, which torch's `apply` unwraps: DTensors are none, and
-    `unwrap_if_dead` gives what a plain tensor was before.
+    No argument may be a tensor of a transform that has ended, which torch's `apply` would unwrap. DTensors never are;
+    plain tensors must be passed through `unwrap_if_dead`.
     """
 
     @classmethod
@@ -380,18 +387,18 @@ untraced = proxy_tensor.disable_proxy_modes_tracing
 
 
 def active_tracer() -> Any:
-    """The fx tracer of the make_fx that is running, or None."""
+    """Returns the fx tracer of the make_fx that is running, or None."""
     mode = proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer
 
 
 def traced_value(tensor: torch.Tensor, tracer: Any) -> Any:
-    """The fx proxy of `tensor`; the tensor itself, a constant of the graph, if it has none."""
+    """Returns the fx proxy of `tensor`, or the tensor itself, a constant of the graph, if it has none."""
     return proxy_tensor.get_proxy_slot(tensor, tracer, tensor, lambda slot: slot.proxy)
 
 
 def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
-    """From now on `tensor` is `proxy` in the graph."""
+    """Makes `tensor` stand for `proxy` in the graph."""
     with untraced():
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 
@@ -401,14 +408,14 @@ def in_backward_pass() -> bool:
 
 
 def traced_node(tensor: torch.Tensor, tracer: Any) -> fx.Node | None:
-    """The node of the graph that gives `tensor`; None if it is a constant there."""
+    """Returns the node of the graph that computes `tensor`; None if it is a constant."""
     if is_functional(tensor):
         tensor = value_of_functional(tensor)
     return getattr(traced_value(tensor, tracer), "node", None)
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:
-    """What the transforms of torch.func have wrapped, however often."""
+    """Returns the innermost tensor inside the wrappers of transforms of torch.func."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
@@ -421,14 +428,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def in_graph(function: Function) -> Function:
-    """Makes `function` one call in a graph of torch.compile. Dynamo reads nothing of its Python, such as context
-    variables and caches by identity; AOTAutograd runs it as it is, and sees its ops and collectives."""
+    """Makes `function` a single call in a graph of torch.compile.
+
+    Dynamo does not trace its Python code, which may use context variables and caches by identity. AOTAutograd runs it
+    and traces its ops and collectives.
+    """
     when_imported("torch._dynamo", lambda dynamo: dynamo.allow_in_graph(function))
     return function
 
 
 def register_constant(cls: type) -> None:
-    """Lets objects of `cls`, which compare by value and whose `repr` makes them anew, be constants of a graph."""
+    """Makes objects of `cls` constants of a graph. They compare by value, and their `repr` gives an equal object."""
     opaque: Any = importlib.import_module("torch._library.opaque_object")
     names = [name for name in dir(cls) if not name.startswith("_")]
     used = dict.fromkeys([*names, "__eq__"], opaque.MemberType.USE_REAL)
@@ -436,7 +446,7 @@ def register_constant(cls: type) -> None:
     if hasattr(opaque, "register_custom_class"):  # since torch 2.14 or 2.15
         opaque.register_custom_class(cls, typ="constant", members=used)
         return
-    # Before torch 2.13 it asks of values, too, for a metaclass that only references need.
+    # Before torch 2.13 it requires a metaclass of values, too, though only references need it.
     metaclass, opaque.OpaqueBaseMeta = opaque.OpaqueBaseMeta, type
     try:
         opaque.register_opaque_type(cls, typ="value", members=used)
@@ -445,7 +455,7 @@ def register_constant(cls: type) -> None:
 
 
 def real_object(traced: Any) -> Any:
-    """What an object is that a graph knows as an input of its own, such as a mesh; itself, if it is none."""
+    """Returns the real object of a traced input that is no tensor, such as a mesh; any other object unchanged."""
     kind = vars(fake_class_registry)["FakeScriptObject"]
     return object.__getattribute__(traced, "real_obj") if type(traced) is kind else traced
 
@@ -454,13 +464,13 @@ def real_object(traced: Any) -> Any:
 
 
 def is_torchs_dtensor(value: object) -> bool:
-    """Whether `value` is a torch.distributed.tensor.DTensor, which nobody has before that is imported."""
+    """Whether `value` is a torch.distributed.tensor.DTensor. Does not import that module, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Calls `then` with the module of that name: now, or once it has been imported."""
+    """Calls `callback` with the module of that name: now, or once it has been imported."""
     if name in sys.modules:
         callback(sys.modules[name])
     else:
@@ -468,7 +478,7 @@ def when_imported(name: str, callback: Callable[[ModuleType], None]) -> None:
 
 
 class _Awaited(importlib.abc.MetaPathFinder):
-    """Finds one module, once, as the other finders do, and has something done after it was loaded."""
+    """Meta path finder that calls a function once a module was loaded. The other finders find the module."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name, self._callback = name, callback
@@ -481,11 +491,11 @@ class _Awaited(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_and_tell(module: ModuleType) -> None:
+            def execute_and_call(module: ModuleType) -> None:
                 execute(module)
                 self._callback(module)
 
-            vars(spec.loader)["exec_module"] = execute_and_tell
+            vars(spec.loader)["exec_module"] = execute_and_call
         return spec
 
 
@@ -494,14 +504,15 @@ _FOLDER = Path(__file__).parent
 
 @functools.cache
 def state_of_library() -> str:
-    """A digest of this library's source, without which torch's caches on disk give what another state has traced."""
+    """Returns a digest of this library's source. It is part of the keys of torch's caches of graphs on disk."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.rglob("*.py")))).hexdigest()
 
 
 def _teach_dynamo(dynamo: Any) -> None:
-    """What runs between the pieces of a graph that breaks is no graph of its own: Dynamo compiles no frame of this
-    library by itself, as it does none of torch's; it still follows calls into it. Before torch 2.13 it cannot do both,
-    and compiles such frames."""
+    """Makes Dynamo trace calls into this library, but compile no frame of it that runs after a graph break.
+
+    The same holds for torch's own code. Before torch 2.13 Dynamo cannot do both, and compiles such frames.
+    """
     if hasattr(dynamo.trace_rules, "BUILTIN_INLINE_WHEN_CALLED"):
         dynamo.trace_rules.add("dtbench_core")
         dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))
@@ -511,8 +522,13 @@ when_imported("torch._dynamo", _teach_dynamo)
 
 
 def teach_tangents(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor]) -> None:
-    """Has compiled backward passes take a plain tensor for the gradient of a result that is a `cls`, by way of
-    (tensor, what the result was made with) -> `cls`. Autograd gives plain zeros for a result that nothing used."""
+    """Makes compiled backward passes accept a plain gradient for a result that is a `cls`.
+
+    Autograd passes plain zeros for unused results.
+
+    Args:
+        placed: (gradient, metadata of the result's `__tensor_flatten__`) -> gradient as a `cls`.
+    """
 
     def teach(wrappers: ModuleType) -> None:
         kind, dispatcher = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd

@@ -279,7 +279,7 @@ def test_conversion_to_python_and_numpy() -> None:
     full = torch.arange(12.0).view(4, 3)
     x = distribute_tensor(full, mesh_of((4,)), [Shard(0)], src_data_rank=None)
     assert x.tolist() == full.tolist() and f"{x.sum():.1f}" == "66.0"
-    with pytest.raises(ArgumentError, match=r"numpy got .*expected a tensor that every rank holds whole"):
+    with pytest.raises(ArgumentError, match=r"numpy got .*expected a replicated tensor"):
         x.numpy()
     whole = x.redistribute(placements=[Replicate()])
     assert whole.numpy().tolist() == full.tolist()

@@ -38,7 +38,7 @@ from dtbench_core.parallel.convert import (
 from dtbench_core.parallel.embedding import look_up_rows
 from dtbench_core.parallel.parameters import UnsupportedModuleError, check_parameters, place_parameter
 from dtbench_core.tensor.distribute import distribute_module
-from dtbench_core.tensor.dtensor import DTensor, handed_over, wrapped
+from dtbench_core.tensor.dtensor import DTensor, local_to_overwrite, wrapped
 from dtbench_core.torch_compat import in_graph
 
 # (module, its inputs or output, mesh) -> the converted inputs or output.
@@ -113,7 +113,7 @@ def _layer_output(output: DTensor, layouts: Placements, local: bool) -> torch.Te
         local: whether to return this rank's plain part.
     """
     redistributed_output = redistributed(output, layouts)
-    return handed_over(with_recorded_length(redistributed_output)) if local else redistributed_output
+    return local_to_overwrite(with_recorded_length(redistributed_output)) if local else redistributed_output
 
 
 class LayerStyle(ParallelStyle):

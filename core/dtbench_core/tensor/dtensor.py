@@ -1,7 +1,8 @@
-"""DTensor: a tensor spread over a device mesh that is used like one tensor.
+"""DTensor: a tensor that is distributed over a device mesh and used like a single tensor.
 
-`from_local` makes one of local tensors (distribute.py and factories.py of global ones and of nothing), `to_local` and
-`full_tensor` leave, `redistribute` moves. Ops go to dispatch/entry.py. Signatures are torch.distributed.tensor's.
+`from_local` makes a DTensor from local tensors; distribute.py and factories.py have the other ways. `to_local` and
+`full_tensor` return plain tensors, `redistribute` changes placements. dispatch/entry.py runs ops. The signatures are
+those of torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -84,25 +85,25 @@ from dtbench_core.torch_compat import (
 
 @direct_methods
 class DTensor(Wrapper):
-    """One global tensor, of which every rank holds the part its placements say.
+    """A global tensor of which every rank has the part that its placements say.
 
-    Shape, stride and dtype are the global ones; `placements` has one entry per mesh dim. Under
-    autograd it is a tensor like any other; its gradient is a DTensor too.
+    Shape, stride and dtype are the global ones; `placements` has one entry per mesh dim. Autograd treats it as any
+    tensor; its gradient is a DTensor, too.
     """
 
-    # No __slots__ of its own: an asynchronous checkpoint copies what `__slots__` lists, which are the wrapper's.
+    # Without __slots__: an asynchronous checkpoint copies the attributes in `__slots__`, which must be the wrapper's.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise ArgumentTypeError(
-            "DTensor got a call of its constructor, expected one of the functions that make them: distribute_tensor("
-            "tensor, mesh, placements) of a global tensor, DTensor.from_local(tensor, mesh, placements) of shards"
+            "DTensor got a call of its constructor, expected a function that makes DTensors: distribute_tensor("
+            "tensor, mesh, placements) for a global tensor, DTensor.from_local(tensor, mesh, placements) for shards"
         )
 
     __torch_function__ = classmethod(dispatch.torch_function)
 
     __torch_dispatch__ = classmethod(dispatch.torch_dispatch)  # type: ignore[assignment]
 
-    # Answered at once: torch's own getters would go through __torch_function__ first.
+    # Properties, as torch's getters would call __torch_function__ first.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self._spec.shape
@@ -118,7 +119,7 @@ class DTensor(Wrapper):
     is_sparse = False
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As torch's; of a device that the tensor is on already, itself at once, as clipping asks of every norm."""
+        """Implements Tensor.to. Returns at once for the tensor's own device, since clipping calls it for every norm."""
         if len(args) == 1 and not kwargs and args[0].__class__ is torch.device and args[0] == self.device:
             return self
         return super().to(*args, **kwargs)
@@ -134,13 +135,13 @@ class DTensor(Wrapper):
     @property
     def data(self) -> DTensor:
         """The same values outside autograd, sharing memory. May be assigned another DTensor."""
-        if is_copied(self):  # knows by the count of writes whether its values are those of its base
+        if is_copied(self):  # its state depends on the shared count of writes
             return self.detach()  # type: ignore[return-value]
         return data_of(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # torch's setter would take over the metadata and leave the shard behind.
+        # torch's setter would assign only the metadata and keep the old shard.
         if not isinstance(value, DTensor):
             raise MixedTensorError(
                 f"got .data = a {type(value).__name__} of shape {list(value.shape)} on {self._spec}, expected a "
@@ -160,7 +161,7 @@ class DTensor(Wrapper):
         return self._spec.placements
 
     def share_memory_(self) -> DTensor:
-        """Moves this rank's part to memory that processes share."""
+        """Moves this rank's part to memory that is shared between processes."""
         self._local_tensor.share_memory_()
         return self
 
@@ -171,7 +172,7 @@ class DTensor(Wrapper):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"DTensor({self._spec}, local={self._local_tensor!r})"
 
-    # The parts of a wrapper, for torch's own machinery: it exchanges parameters on Module.to by them.
+    # Called by compilers, and by Module.to to exchange parameters.
     __tensor_flatten__ = in_graphs.flatten
     _stable_hash_for_caching = in_graphs.stable_hash
     _dynamo_dynamic_indices = in_graphs.dynamic_marks
@@ -190,7 +191,7 @@ class DTensor(Wrapper):
             tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
         return tensor
 
-    # AOTAutograd takes a gradient's placements for granted while it traces; a compiled backward is given what has them.
+    # AOTAutograd traces a backward pass for gradients with these placements; at run time gradients are redistributed.
     def __coerce_tangent_metadata__(self) -> DTensor:
         return self.redistribute(placements=placements_of_gradient(self._spec.placements))
 
@@ -210,7 +211,7 @@ class DTensor(Wrapper):
         checkpoint.forget(copied)
         return copied
 
-    # What torch.distributed.checkpoint asks of a tensor.
+    # Methods that torch.distributed.checkpoint calls.
     __create_write_items__ = checkpoint.create_write_items
     __create_chunk_list__ = checkpoint.create_chunk_list
     __get_tensor_shard__ = checkpoint.get_tensor_shard
@@ -218,22 +219,22 @@ class DTensor(Wrapper):
     # ---- values for Python and NumPy ----
 
     def __format__(self, spec: str) -> str:
-        """A scalar with a format is formatted as its number; every rank must then call it, as it must `item`."""
+        """Formats a scalar with a format as its number. Every rank must then call it, as for `item`."""
         return format(self.item(), spec) if spec and self._spec.ndim == 0 else super().__format__(spec)
 
     def tolist(self) -> Any:
-        """All values; gathers, so every rank must call it."""
+        """Returns all values as lists. Gathers, so every rank must call it."""
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The values of a replicated tensor, sharing memory.
+        """Returns the values of a replicated tensor, sharing memory.
 
         Raises:
-            ArgumentError: this rank does not hold all values.
+            ArgumentError: the tensor is not replicated.
         """
         if any(not placement.is_replicate() for placement in self._spec.placements):
             raise ArgumentError(
-                f"numpy got {self._spec}, expected a tensor that every rank holds whole: gather it with "
+                f"numpy got {self._spec}, expected a replicated tensor: gather it with "
                 "full_tensor().numpy(), called on every rank, or take this rank's part with to_local().numpy()"
             )
         return self.to_local().numpy(force=force)
@@ -242,7 +243,7 @@ class DTensor(Wrapper):
 
     @property
     def _is_flat_param(self) -> bool:
-        """torch's FullyShardedDataParallel asks every parameter for this, before it takes them for plain tensors."""
+        """Raises, as torch's FullyShardedDataParallel reads this of every parameter and would treat it as plain."""
         raise ArgumentTypeError(
             f"FullyShardedDataParallel got the parameter {self._spec}, expected plain tensors: use "
             "dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
@@ -250,13 +251,13 @@ class DTensor(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Any:
-        """torch's fully_shard asks every parameter for this, when it knows none of the class."""
+        """Raises, as torch's fully_shard reads this of parameters of unknown classes."""
         raise ArgumentTypeError(
-            f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: spread it "
+            f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: shard it "
             "over the other mesh dim with dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
         )
 
-    _fsdp_orig_uid = fsdp_pre_all_gather  # asked before it sends anything
+    _fsdp_orig_uid = fsdp_pre_all_gather  # read before anything is sent
 
     @staticmethod
     def from_local(
@@ -269,25 +270,25 @@ class DTensor(Wrapper):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
-        """A DTensor of which `local_tensor` is this rank's part; differentiable, nothing is copied.
+        """Returns a DTensor of which `local_tensor` is this rank's part. Differentiable; nothing is copied.
 
         Args:
-            local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` hands back.
-            placements: one per mesh dim; all Replicate when not given.
-            run_check: compare metadata over the mesh, and make replicas the first rank's; of shards, also their places.
-            shape, stride: global ones, given together. Without them every rank is taken to hold equally much. With
-                them the shards may be of any lengths: the ranks tell each other theirs (a small all-gather per mesh
-                dim); where they are not torch.chunk's the placement becomes a RaggedShard, but in a graph.
-            grad_placements: how the gradient is placed before its local part flows on; the default
-                is `placements`, with Replicate for Partial.
+            local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` returns.
+            placements: one per mesh dim; all Replicate if not given.
+            run_check: compare metadata over the mesh, and the offsets of shards; give replicas the first rank's values.
+            shape, stride: those of the global tensor, given together. Without them all ranks must have the same local
+                shape. With them shards may have any lengths, which the ranks gather (a small all-gather per mesh dim).
+                Where they differ from torch.chunk's, the placement becomes a RaggedShard, except in a graph.
+            grad_placements: placements of the gradient before its local part is passed on; the default is `placements`
+                with Replicate for Partial.
 
         Returns:
-            A DTensor; on a rank outside the mesh one that holds nothing, whatever was passed.
+            A DTensor; on a rank outside the mesh an empty one, whatever was passed.
 
         Raises:
             LayoutError: local shapes that do not make up the global one, or (with run_check) differ between ranks.
-            PlacementError, ArgumentError: placements or arguments that cannot hold; a tensor of a transform of
-                torch.func.
+            PlacementError: placements that the tensor cannot have.
+            ArgumentError: other invalid arguments; a tensor of a transform of torch.func.
         """
         if functorch_level() is not None and innermost(local_tensor) is not local_tensor:
             raise in_transform("DTensor.from_local", local_tensor.shape)
@@ -318,11 +319,11 @@ class DTensor(Wrapper):
         return wrapped(local_tensor, spec, grad_placed)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part, sharing memory; differentiable.
+        """Returns this rank's part, sharing memory. Differentiable.
 
         Args:
-            grad_placements: how the gradients that flow back on the ranks make up the global one; the
-                default is the tensor's placements, with Replicate for Partial.
+            grad_placements: placements of the global gradient that the ranks' local gradients make up; the default is
+                the tensor's placements, with Replicate for Partial.
         """
         if is_dynamo_compiling():
             return _to_local(self, grad_placements=grad_placements)
@@ -332,7 +333,7 @@ class DTensor(Wrapper):
             )
             local: torch.Tensor = ToLocal.apply(self, placed, False)
             return local
-        return _lent(self)
+        return _local_alias(self)
 
     def redistribute(
         self,
@@ -343,15 +344,17 @@ class DTensor(Wrapper):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor placed as `placements` (all Replicate when not given); differentiable. Itself, if it is.
+        """Returns the tensor with other placements, or itself if it has them. Differentiable.
 
         Args:
-            device_mesh: only the tensor's own; may be left out.
-            async_op: accepted for compatibility; the result is complete on return, which a warning says once.
-            forward_dtype, backward_dtype: cast before moving, forward and backward.
+            device_mesh: the tensor's own; may be omitted.
+            placements: one per mesh dim; all Replicate if not given.
+            async_op: accepted for compatibility, with a warning: the result is complete on return.
+            forward_dtype, backward_dtype: dtypes to cast to before sending, forward and backward.
 
         Raises:
-            CrossMeshError: another mesh. PlacementError: a Partial that the tensor is not already.
+            CrossMeshError: another mesh.
+            PlacementError: a Partial that the tensor does not have already.
         """
         if is_dynamo_compiling():
             return _redistribute(
@@ -391,7 +394,7 @@ class DTensor(Wrapper):
         return moved  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank; differentiable. `grad_placements` as in `to_local`."""
+        """Returns the global tensor on every rank. Differentiable; `grad_placements` as in `to_local`."""
         if is_dynamo_compiling():
             return _full_tensor(self, grad_placements=grad_placements)
         compare_move("full_tensor", self)
@@ -402,10 +405,11 @@ class DTensor(Wrapper):
             )
             full: torch.Tensor = FullTensor.apply(self, route, placed)
             return full
-        return _whole(self, route)
+        return _global(self, route)
 
 
-# In a graph: Dynamo reads methods of tensors that are not torch's own, and functions only if not for a graph.
+# Dynamo would trace these methods of a tensor subclass, but puts functions that are allowed in a graph into it as
+# calls.
 in_graph(DTensor.from_local)
 _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
 _redistribute = in_graph(DTensor.redistribute)
@@ -414,7 +418,7 @@ _redistribute = in_graph(DTensor.redistribute)
 def _check_arguments(
     local_tensor: torch.Tensor, shape: Sequence[int] | None, stride: Sequence[int] | None
 ) -> None:
-    """Raises ArgumentError for what `from_local` cannot wrap."""
+    """Raises ArgumentError for arguments that `from_local` cannot take."""
     if isinstance(local_tensor, DTensor):
         raise ArgumentError(
             f"from_local got a DTensor, {local_tensor._spec}, expected a plain tensor: use redistribute"
@@ -429,8 +433,8 @@ def _check_arguments(
         )
 
 
-def handed_over(tensor: DTensor) -> torch.Tensor:
-    """`tensor.to_local()` where `tensor` has no other use: an activation in place may write to the result."""
+def local_to_overwrite(tensor: DTensor) -> torch.Tensor:
+    """Returns `tensor.to_local()` of a tensor that is not used again. In-place ops may write to the result."""
     if torch.is_grad_enabled() and any_requires_grad(tensor):
         local: torch.Tensor = ToLocal.apply(tensor, None, True)
         return local
@@ -438,7 +442,7 @@ def handed_over(tensor: DTensor) -> torch.Tensor:
 
 
 def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements | None = None) -> DTensor:
-    """`local` as this rank's part of `spec`, under autograd if it requires grad."""
+    """Returns a DTensor of `local` and `spec`, with autograd history if `local` requires grad."""
     member = spec.info.coordinate is not None
     if member and tuple(local.shape) != spec.local_shape:
         raise LayoutError(
@@ -449,28 +453,30 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
         tensor: DTensor = FromLocal.apply(unwrap_if_dead(local), spec, grad_placements)
         needs_no_lender = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
         return tensor if needs_no_lender else note_lender(tensor, local)
-    return _held(local, spec)
+    return _from_alias(local, spec)
 
 
 def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape: Sequence[int]) -> DTensor:
-    """The local gradient that came back as a DTensor. Nothing is sent."""
+    """Returns a local gradient as a DTensor. Nothing is sent."""
     local = local.contiguous()
     spec = DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype)
     if torch.is_grad_enabled() or info.coordinate is None or tuple(local.shape) != spec.local_shape:
         return wrapped(local, spec)
-    return wrap(DTensor, local, spec)  # the engine hands it on, and nobody writes to it
+    return wrap(DTensor, local, spec)  # passed on by the engine, and not written to
 
 
-def _whole(tensor: DTensor, route: Route) -> torch.Tensor:
-    """The tensor at the end of its route to Replicate, outside autograd."""
+def _global(tensor: DTensor, route: Route) -> torch.Tensor:
+    """Returns the global tensor, outside autograd. `route` leads to Replicate."""
     if route:
         return run_route(tensor._local_tensor, route)
-    return plain_part(tensor._local_tensor, tensor._spec).clone()  # moved or not, it is nobody else's
+    return plain_part(
+        tensor._local_tensor, tensor._spec
+    ).clone()  # like a gathered tensor it must own its memory
 
 
-def _lent(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
-    """The local tensor as another object on the same memory, which counts writes together with `tensor`."""
-    local = tensor._local_tensor  # of a copied view, read anew
+def _local_alias(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
+    """Returns another object for the local tensor, which shares memory and torch's count of writes with `tensor`."""
+    local = tensor._local_tensor  # gathers a stale copied view again
     if is_uncounted(local):
         local = _detached(local)
         return local.view_as(local) if view and local.__class__ is torch.Tensor else local
@@ -478,8 +484,8 @@ def _lent(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
         return lend(tensor, local, view=view)
 
 
-def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
-    """`local`, which others hold too, as this rank's part."""
+def _from_alias(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
+    """Returns a DTensor of `local`, which the caller keeps using."""
     if spec.info.coordinate is None:
         return wrap(DTensor, empty_part(spec, local.device), spec)
     if is_uncounted(local):
@@ -489,7 +495,7 @@ def _held(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTen
 
 
 def is_uncounted(local: torch.Tensor) -> bool:
-    """Whether torch counts no writes to `local` now: modes and transforms keep their own account."""
+    """Whether torch does not count writes to `local`, as under modes and transforms of torch.func."""
     return (
         local.__class__ is not torch.Tensor
         or dispatch_modes_active() > 0
@@ -499,18 +505,17 @@ def is_uncounted(local: torch.Tensor) -> bool:
 
 
 def _detached(local: torch.Tensor) -> torch.Tensor:
-    """Another tensor object on the same memory: autograd marks the one, and must not mark the other."""
-    if holds_shards(local):  # handed on, and back, as it is
+    """Returns another tensor object on the same memory, so that autograd marks only one of them."""
+    if holds_shards(local):  # `to_local` returns the same object
         return local
     try:
         return local.detach()
-    except NotImplementedError:  # a subclass that holds shards and knows few ops
+    except NotImplementedError:  # a subclass that supports few ops
         return local
 
 
 class CopiedDTensorView(CopiedView, DTensor):  # type: ignore[misc]
-    """A view of a DTensor that had to be copied. It is read and written as the window on its base that it stands for
-    (redistribute/copied_view.py)."""
+    """A view of a DTensor that had to be copied, and is read and written as a view (redistribute/copied_view.py)."""
 
     viewed = DTensor
 
@@ -519,7 +524,7 @@ DTensor.copied_view = CopiedDTensorView
 
 
 class FromLocal(AutogradFunction):
-    """local tensor -> DTensor."""
+    """Autograd function: local tensor -> DTensor."""
 
     @staticmethod
     def forward(
@@ -527,46 +532,46 @@ class FromLocal(AutogradFunction):
     ) -> DTensor:
         ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
-        # Plain torch refuses writes to the memory of a leaf: so does autograd here, of what it takes for a view.
+        # Plain torch refuses writes to a leaf. Autograd does so here, too, since it treats the result as a view of it.
         owner = local if local._base is None else local._base
         ctx.of_leaf = owner.is_leaf and owner.requires_grad
-        return _held(local, spec, view=ctx.of_leaf)
+        return _from_alias(local, spec, view=ctx.of_leaf)
 
     @staticmethod
     def backward(ctx: Ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:
-        # What was passed on a rank outside the mesh is no part of the tensor; autograd itself makes plain zeros.
+        # A tensor that was passed on a rank outside the mesh has no gradient. Plain zeros come from autograd itself.
         if ctx.spec.info.coordinate is None or not isinstance(grad, DTensor):
             return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
-        if torch.is_grad_enabled():  # a backward that is itself differentiated needs its own graph
+        if torch.is_grad_enabled():  # for double backward, with a graph
             local = grad.redistribute(placements=ctx.grad_placements).to_local()
         else:
             local = run_route(grad._local_tensor, cheapest_route(grad._spec, ctx.grad_placements))
         for placement, parts in zip(ctx.spec.placements, ctx.spec.info.sizes, strict=True):
             if placement.is_partial("avg"):
-                local = local / parts  # one of `parts` terms of a mean
+                local = local / parts  # each of the `parts` terms contributes 1 / parts to the mean
             elif isinstance(placement, Partial) and placement.reduce_op != "sum":
                 raise PlacementError(
-                    f"cannot differentiate from_local with {placement}: which rank's term decided is not known; "
-                    "reduce the local tensors yourself before wrapping them"
+                    f"got a gradient of from_local with {placement}, for which it is not known which rank's term was "
+                    "chosen; expected Partial of sum or avg: reduce the local tensors before wrapping them"
                 )
         return local, None, None
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: torch.Tensor, *_: object) -> DTensor:
-        return _held(tangent, ctx.spec, view=ctx.of_leaf)  # a view where the value is one
+        return _from_alias(tangent, ctx.spec, view=ctx.of_leaf)  # a view if the value is one
 
 
 class ToLocal(AutogradFunction):
-    """DTensor -> local tensor."""
+    """Autograd function: DTensor -> local tensor."""
 
     @staticmethod
     def forward(
         ctx: Ctx, tensor: DTensor, grad_placements: Placements | None, writable: bool
     ) -> torch.Tensor:
-        ctx.arguments = tensor._spec, grad_placements, writable  # one attribute: each takes 0.2 us
-        # To autograd a view made in here, so that it refuses a write: that would change `tensor`, and the gradients
-        # of what is computed from that would not know.
-        return _lent(tensor, view=not writable)
+        ctx.arguments = tensor._spec, grad_placements, writable  # a single attribute, since each takes 0.2 us
+        # A view made inside an autograd function refuses writes. A write would change `tensor`, but not the gradients
+        # of what is computed from it.
+        return _local_alias(tensor, view=not writable)
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[DTensor, None, None]:
@@ -576,23 +581,23 @@ class ToLocal(AutogradFunction):
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
-        return _lent(tangent, view=not ctx.arguments[-1])
+        return _local_alias(tangent, view=not ctx.arguments[-1])
 
 
 class FullTensor(AutogradFunction):
-    """DTensor -> global tensor: redistribute and to_local in one."""
+    """Autograd function: DTensor -> global tensor; redistribute and to_local in one."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:
         ctx.route, ctx.grad_placements = route, grad_placements
-        return _whole(tensor, route)
+        return _global(tensor, route)
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[DTensor, None, None]:
         route: Route = ctx.route
         spec, stride = route.result, contiguous_stride(route.result.shape)
         if torch.is_grad_enabled() or ctx.grad_placements is not None:
-            # A backward that is itself differentiated needs its own graph.
+            # Double backward needs a graph.
             placed = ctx.grad_placements or spec.placements
             gradient = _gradient(grad, spec.info, placed, spec.shape)
             return gradient.redistribute(placements=route.gradient), None, None
@@ -603,7 +608,7 @@ class FullTensor(AutogradFunction):
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: DTensor, *_: object) -> torch.Tensor:
-        return _whole(tangent, requested_route(tangent._spec, None))
+        return _global(tangent, requested_route(tangent._spec, None))
 
 
 torch.serialization.add_safe_globals([DTensor])
