@@ -221,5 +221,5 @@ def _checkpoint_of_terms(path: str) -> None:
 
 
 def test_a_partial_cannot_be_saved(ranks: ThreadWorlds, tmp_path: Path) -> None:
-    message = "expected Shard or Replicate: redistribute it before"
+    message = "expected Shard or Replicate: redistribute it first"
     ranks.refuse(_checkpoint_of_terms, str(tmp_path), message=message)
