@@ -27,7 +27,7 @@ from dtbench_core import (
     visualize_sharding,
     zeros,
 )
-from dtbench_core.dispatch.op_plan import CALLING, Moving
+from dtbench_core.dispatch.op_plan import DIRECT_KINDS, Moving
 from dtbench_core.interop import stopwatch
 
 R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
@@ -153,7 +153,7 @@ def everything() -> dict[Any, Any]:
     """Returns all attributes of the modules and classes of the core."""
     modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "dtbench_core"]
     held = {(m.__name__, name): value for m in modules for name, value in vars(m).items()}
-    for cls in (dt.DTensor, Moving, *CALLING):
+    for cls in (dt.DTensor, Moving, *DIRECT_KINDS):
         held |= {(cls.__name__, name): value for name, value in vars(cls).items()}
     return held
 

@@ -335,7 +335,7 @@ def _save_and_load_that_of_another_rank(path: str) -> None:
 
 def test_saved_shard_is_loaded_by_its_own_rank_only(ranks: ThreadWorlds, tmp_path: Path) -> None:
     ranks(_save_and_load_that_of_another_rank, str(tmp_path))
-    with pytest.raises(MeshError, match="no process group, expected the world it was saved in"):
+    with pytest.raises(MeshError, match="no process group, expected the world that saved it"):
         torch.load(tmp_path / "0.pt")
 
 
@@ -400,5 +400,5 @@ def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
 @on_ranks
 def test_partial_cannot_be_saved(tmp_path: Path) -> None:
     terms = DTensor.from_local(torch.ones(3), mesh_of((4,)), [Partial()])
-    with pytest.raises(BaseException, match="expected Shard or Replicate: redistribute it before"):
+    with pytest.raises(BaseException, match="expected Shard or Replicate: redistribute it first"):
         dcp.save({"x": terms}, checkpoint_id=tmp_path)

@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str, type]] = {
     "redistribute": OFFSETS,
     "fallback": OFFSETS,
     "plain": (_misplaced, "shards on all ranks or on none", LayoutError),
-    "save": (_misplaced, "expected one that lies within", BaseException),
+    "save": (_misplaced, "expected a shard inside the table", BaseException),
     "compute": (_computes, "embedding.default is not supported for LocalShardsWrapper!", NoRuleError),
 }
 

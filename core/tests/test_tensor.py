@@ -207,7 +207,10 @@ MISTAKES: dict[str, tuple[Callable[[Mistakes], Any], str]] = {
     "shard dim": (lambda c: c.cut(Shard(2)), r"got Shard\(2\) for a tensor of 2 dims"),
     "dim of no int": (lambda c: c.cut(Shard("a")), r"got Shard\(dim='a'\), expected an int"),
     "too few": (lambda c: c.cut(), "got 0 .* expected one for each of its 1 dims"),
-    "not a list": (lambda c: distribute_tensor(c.t, c.m, S0), r"expected a sequence of them: write \[Shard"),
+    "not a list": (
+        lambda c: distribute_tensor(c.t, c.m, S0),
+        r"expected a sequence of placements: write \[Shard",
+    ),
     "no placement": (lambda c: c.cut("S(0)"), r"got 'S\(0\)' .* expected Shard, Replicate or Partial"),
     "input_fn of four": (
         lambda c: distribute_module(nn.Linear(2, 2), c.m, None, lambda a, b, c, d: b),
