@@ -94,7 +94,7 @@ def shown(findings_text: str) -> Page:
 
 def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
     verdict = shown.section_text["verdict"]
-    meant = "control (plain operations that neither arm touches): +0.10%"
+    meant = "control (operations that are the same in both arms)"
     for words in (
         "▲ Slower",
         "a note of the gate",
@@ -176,9 +176,9 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
             if (r.params["call"], r.params["pass"]) == ("cached", pass_) and r.time_s:
                 minima.setdefault((r.name, *r.params.items()), {})[r.impl] = r.time_s.min
         mean = statistics.geometric_mean(of["core"] / of["torch"] for of in minima.values())
-        words = f"Of {kind}, cached, the core is {1 / mean:.2f}× faster than torch"
+        words = f"For cached {kind}, the core is {1 / mean:.2f}× faster than torch"
         assert f"{words} (geometric mean of {len(minima)} cases)" in shown.lead
-        assert f"cached call: {kind}: geometric mean of {len(minima)} cases" in shown.headlines[at - 3][1]
+        assert f"cached call ({kind}): geometric mean of {len(minima)} cases" in shown.headlines[at - 3][1]
     busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in results[:6]]
     both = section("dispatch", [*results, *busy])
     assert (both.lead, both.headlines) == (shown.lead, shown.headlines)

@@ -72,14 +72,16 @@ class Axis:
 
         If there is none, the three, two or one ticks of the largest set that are farthest apart.
         """
-        box, place = axes.get_position(), math.log if self.log else float
+        box, to_scale = axes.get_position(), math.log if self.log else float
         width, height = 72 * axes.get_figure(root=True).get_size_inches()  # type: ignore[union-attr]
-        scale = (box.width * width if across else box.height * height) / (place(self.high) - place(self.low))
+        scale = (box.width * width if across else box.height * height) / (
+            to_scale(self.high) - to_scale(self.low)
+        )
 
         def gap_px(ticks: Sequence[float]) -> float:
-            room = [text_px(self.format(t)) + TICK_GAP_PX if across else FONT_PX for t in ticks]
-            ends = zip(pairwise(map(place, ticks)), pairwise(room), strict=True)
-            return min((scale * (b - a) - sum(widths) / 2 for (a, b), widths in ends), default=0.0)
+            needed_px = [text_px(self.format(t)) + TICK_GAP_PX if across else FONT_PX for t in ticks]
+            neighbours = zip(pairwise(map(to_scale, ticks)), pairwise(needed_px), strict=True)
+            return min((scale * (b - a) - sum(widths) / 2 for (a, b), widths in neighbours), default=0.0)
 
         fewer = (max(combinations(max(self._inside, key=len), n), key=gap_px, default=()) for n in (3, 2, 1))
         sets = chain((ticks for ticks in self._inside if len(ticks) > 2), fewer)

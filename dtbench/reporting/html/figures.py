@@ -353,13 +353,15 @@ def _paint_dots(
     axes = _rows_in(canvas, labels, notes, "muted", 42 if x.title else 28)
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
-    for place, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         if row.shade is not None:
             low, high = row.shade
-            axes.barh(place, high - low, 1, left=low, color=STAND_IN["muted"], alpha=ROW_OPACITY, zorder=0.5)
+            axes.barh(
+                row_index, high - low, 1, left=low, color=STAND_IN["muted"], alpha=ROW_OPACITY, zorder=0.5
+            )
         ends = [row.values[name] for name in styles if name in ("core", "torch") and name in row.values]
         if len(ends) == 2:
-            axes.plot(ends, [place] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
+            axes.plot(ends, [row_index] * 2, color=STAND_IN["muted"], linewidth=1.0, zorder=1.5)
     for name, style in styles.items():
         _paint_series(axes, rows, name, style, x, intervals)
     x.apply(axes, "x")
@@ -368,19 +370,19 @@ def _paint_dots(
 
 def _paint_series(axes: Axes, rows: Sequence[DotRow], name: str, style: Style, x: Axis, caps: bool) -> None:
     """Draws one series in all rows. Open spans get an arrowhead; with `caps`, other ends are marked, too."""
-    places = [(place, row) for place, row in enumerate(rows) if name in row.values]
-    for place, row in places:
+    drawn_rows = [(row_index, row) for row_index, row in enumerate(rows) if name in row.values]
+    for row_index, row in drawn_rows:
         low, high = row.spans.get(name, (row.values[name], row.values[name]))
         colour, span = STAND_IN[style.colour], (low or x.low, high or x.high)
-        axes.plot(span, [place] * 2, color=colour, linewidth=1.2, zorder=2)
+        axes.plot(span, [row_index] * 2, color=colour, linewidth=1.2, zorder=2)
         for end, bound, arrow in ((span[0], low, "<"), (span[1], high, ">")):
             if bound is None or (caps and name in row.spans):
-                axes.plot([end], [place], arrow if bound is None else "|", color=colour, markersize=6)
-    if places:
+                axes.plot([end], [row_index], arrow if bound is None else "|", color=colour, markersize=6)
+    if drawn_rows:
         look = style.look | {"linestyle": "none", "markersize": 8 if style.marker == "|" else 5}
         if style.hollow:  # transparent, so that a mark does not hide an equal one below it
             look["markerfacecolor"] = "none"
-        axes.plot([row.values[name] for _, row in places], [p for p, _ in places], zorder=2.5, **look)
+        axes.plot([row.values[name] for _, row in drawn_rows], [p for p, _ in drawn_rows], zorder=2.5, **look)
 
 
 @dataclass(frozen=True)
@@ -431,7 +433,7 @@ def bars(
 def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis, canvas: Canvas) -> None:
     axes = _rows_in(canvas, [bar.label for bar in rows], [bar.note for bar in rows], "ink", 30)
     across = axes.get_position().width * WIDTHS_PX[1] / (x.high - x.low)
-    for place, bar in enumerate(rows):
+    for row_index, bar in enumerate(rows):
         start = 0.0
         for part, length in bar.parts:
             if length <= 0:
@@ -439,7 +441,7 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
             width, style = max(length, 1 / across), styles[part]  # at least one pixel, so that it is visible
             axes.add_patch(
                 Rectangle(
-                    (start, place - 0.36),
+                    (start, row_index - 0.36),
                     width,
                     0.72,
                     edgecolor=STAND_IN["surface"],
@@ -450,12 +452,12 @@ def _paint_bars(rows: Sequence[StackedBar], styles: Mapping[str, Style], x: Axis
             )
             if length * across > text_px(plain(part)) + 4:
                 axes.text(
-                    start + length / 2, place, plain(part), ha="center", va="center", fontsize=FONT_PX - 1
+                    start + length / 2, row_index, plain(part), ha="center", va="center", fontsize=FONT_PX - 1
                 )
             start += length
         if bar.mark is not None:
             for ends in ((-0.46, -0.26), (0.26, 0.46)):  # above and below the names of the parts
-                axes.plot([bar.mark] * 2, [place + e for e in ends], color=STAND_IN["ink"], linewidth=2)
+                axes.plot([bar.mark] * 2, [row_index + e for e in ends], color=STAND_IN["ink"], linewidth=2)
     x.apply(axes, "x")
     axes.grid(visible=False, axis="y")
 
@@ -525,7 +527,7 @@ def _legend(
             axes.plot([15], [0], **style.look, markersize=9 if style.marker == "|" else 5)
 
     return [
-        (style.words or label, draw(30, 12, partial(paint, style), prefix=f"{name}L{place}"))
-        for place, (label, style) in enumerate(styles.items())
+        (style.words or label, draw(30, 12, partial(paint, style), prefix=f"{name}L{row_index}"))
+        for row_index, (label, style) in enumerate(styles.items())
         if label in present
     ]

@@ -15,9 +15,9 @@ from dtbench.reporting.html.parts.suites import (
     CORE,
     FLOOR,
     TORCH,
-    bandwidths,
+    bandwidth_columns,
+    case_columns,
     mean_ratio,
-    named,
     note_slow_floors,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
@@ -108,8 +108,8 @@ def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
     return Table(
         "Every bucket size and tensor size",
         [
-            *named(cases, "Collective", params | sizes, "ranks"),
-            *bandwidths(cases),
+            *case_columns(cases, "Collective", params | sizes, "ranks"),
+            *bandwidth_columns(cases),
             columns.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             columns.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
             columns.counts("Collectives, core", counter("collectives")),

@@ -12,7 +12,7 @@ from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
 from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, lines
 from dtbench.reporting.html.parts.ranks import add_ranks
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
-from dtbench.reporting.html.parts.suites import named
+from dtbench.reporting.html.parts.suites import case_columns
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats import bandwidth_drops
 from dtbench.stats.layout import layout_of
@@ -214,7 +214,9 @@ def _table(cases: Sequence[ReportCase]) -> Table:
     return Table(
         "Every collective and size",
         [
-            *named([c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"),
+            *case_columns(
+                [c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"
+            ),
             columns.sizes("Size", [format_size(m.size_bytes) for m in measured]),
             *columns.times(
                 [(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]

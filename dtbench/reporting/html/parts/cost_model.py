@@ -36,7 +36,7 @@ def ring_s(dim: Dim, name: str, size: float, constants: Constants | Dim | None) 
     return 1e-6 * ring_us(name, size, dim.ranks, constants)
 
 
-def between(sizes: Sequence[float]) -> list[float]:
+def with_sizes_between(sizes: Sequence[float]) -> list[float]:
     """Adds sizes in between, since functions that are linear in size are curved on a logarithmic axis."""
     added = np.geomspace(min(sizes), max(sizes), 33) if max(sizes) > min(sizes) else ()
     return sorted({*sizes, *(float(s) for s in added)})
@@ -83,7 +83,7 @@ def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[DrawnCurve]
     constants = {"builtin": dim.builtin, "fitted": dim}
     return lines(
         {
-            key: [(s, ring_s(dim, name, s, values)) for s in between(sizes)]
+            key: [(s, ring_s(dim, name, s, values)) for s in with_sizes_between(sizes)]
             for key, values in constants.items()
         }
     )
@@ -93,7 +93,7 @@ def table_lines(dim: Dim, name: str) -> list[DrawnCurve]:
     """Returns the curves of a collective's table with its interval, and of the measured points."""
     table = dim.collectives[name].table
     ends = [float(row.size_bytes) for row in table]
-    sizes = between(ends)
+    sizes = with_sizes_between(ends)
     prices = [estimate_call(dim.collectives[name], size) for size in sizes]
     band = [p.low_us * 1e-6 for p in prices], [p.high_us * 1e-6 for p in prices]
     return [

@@ -11,11 +11,11 @@ from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
+    case_columns,
     compare_core_with_torch,
-    named,
     note_slow_floors,
     ratio_caption,
-    times,
+    time_columns,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, kind_of
@@ -63,10 +63,12 @@ def fill(section: ReportSection, material: Material) -> None:
         section.add(_table(cached, cases))
     elif cases:
         caption = "Every op: time of a first call"
-        section.add(Table(caption, [*named(cases, "Op", PARAMS, "call"), *times(cases)], folded=True))
+        section.add(
+            Table(caption, [*case_columns(cases, "Op", PARAMS, "call"), *time_columns(cases)], folded=True)
+        )
     if busy and cached:
         caption = "Cached calls while the GPU executes earlier kernels, as in a training step"
-        section.add(Table(caption, [*named(busy, "Op", PARAMS, "call"), *times(busy)]))
+        section.add(Table(caption, [*case_columns(busy, "Op", PARAMS, "call"), *time_columns(busy)]))
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
 
@@ -89,7 +91,7 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
     ]
     return Table(
         "Every op: time per call",
-        [*named(cached, "Op", PARAMS, "call"), *times(cached), *columns.times(first_times)],
+        [*case_columns(cached, "Op", PARAMS, "call"), *time_columns(cached), *columns.times(first_times)],
         folded=True,
         note=" ".join(notes),
         total=len(all_cached),

@@ -83,9 +83,9 @@ def _world(runs: Sequence[Run]) -> str:
     if not mesh_words(header) and len(header.ranks) == 1:
         return "One process measured."
     ranks = f", {plural(len(header.ranks), 'rank')}" if header.ranks else ""
-    place = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
+    host_count = f" on {plural(len(hosts(header)), 'host')}" if hosts(header) else ""
     backend = header.versions.get("backend") or "no backend"
-    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{place}."
+    return f"Mesh {mesh_words(header) or 'unknown'} over {backend}{ranks}{host_count}."
 
 
 class PageWarning(NamedTuple):
@@ -153,12 +153,12 @@ def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]
         results = (r for run in runs for r in run.results if r.status == status)
         if by_reason := group_by(results, lambda result: result.reason or "no reason given"):
             faults.append(
-                (caption, [(reason, list(map(_named, results))) for reason, results in by_reason.items()])
+                (caption, [(reason, list(map(_describe, results))) for reason, results in by_reason.items()])
             )
     return faults
 
 
-def _named(result: Result) -> str:
+def _describe(result: Result) -> str:
     params = ", ".join(f"{k}={v}" for k, v in result.params.items())
     rank = "" if result.rank is None else f", rank {result.rank}"
     return (

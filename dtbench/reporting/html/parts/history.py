@@ -38,9 +38,9 @@ def fill(section: ReportSection, material: Material) -> None:
 def _times(history: History) -> Times:
     """Returns the times of each benchmark, those with the largest change at the last revision first."""
     times: Times = {}
-    for place, point in enumerate(history.points):
+    for index, point in enumerate(history.points):
         for label, time_s in point.times_s.items():
-            times.setdefault(label, []).append((place, time_s))
+            times.setdefault(label, []).append((index, time_s))
     return dict(sorted(times.items(), key=lambda item: (-abs(_change(item[1]) or 0), item[0])))
 
 
@@ -59,17 +59,19 @@ def _figure(section: ReportSection, index: int, history: History, times: Times) 
     panels, names = [], _short(list(times))
     for label, points in section.capped(list(drawn.items()), "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
-        line = [DrawnCurve("time", [float(place) for place, _ in points], values)]
+        line = [DrawnCurve("time", [float(index) for index, _ in points], values)]
         panels.append(CurvePanel(names[label], line, level=_baseline(points), y=close_axis(values)))
     count = len(history.points)
-    places = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
+    tick_sets = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
     return curves(
         f"history{index}p",
         panels,
         STYLES,
         f"Time per revision, oldest at the left, on {history.machine or 'a machine of unknown kind'}. The horizontal "
         "line is the median of all but the last. Ordered by the change of the last. The axes do not begin at 0.",
-        x=Axis(-0.3, count - 0.7, False, lambda place: _tick(history.points[round(place)].revision), places),
+        x=Axis(
+            -0.3, count - 0.7, False, lambda index: _tick(history.points[round(index)].revision), tick_sets
+        ),
         y=close_axis,
     )
 

@@ -88,10 +88,10 @@ def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
         if bandwidths:
             skew.busbw_Bps.update(dict.fromkeys(group, float(np.median(bandwidths))))
         delays = np.hstack(late) if late else ()
-        for place, (rank, behind) in enumerate(zip(group, delays, strict=False)):
-            low, middle, high = np.quantile(behind, (0.25, 0.5, 0.75)).tolist()
+        for index, (rank, rank_delays) in enumerate(zip(group, delays, strict=False)):
+            low, middle, high = np.quantile(rank_delays, (0.25, 0.5, 0.75)).tolist()
             skew.late_s[rank] = low, middle, high
-            skew.last[rank] = float(np.mean(np.argmax(delays, axis=0) == place))
+            skew.last[rank] = float(np.mean(np.argmax(delays, axis=0) == index))
     return skew
 
 

@@ -15,10 +15,10 @@ from dtbench.reporting.html.parts.suites import (
     CORE,
     TORCH,
     add_dots,
+    case_columns,
     compare_core_with_torch,
-    named,
     ratio_caption,
-    times,
+    time_columns,
 )
 from dtbench.reporting.html.section import Material, Part, ReportSection
 from dtbench.text.table import MAX_ROWS, Table
@@ -182,7 +182,7 @@ def _add_cases(section: ReportSection, cases: Sequence[ReportCase]) -> None:
     section.add(
         Table(
             "Every transition and size",
-            [*named(listed, "Transition", params, "ranks"), *times(listed)],
+            [*case_columns(listed, "Transition", params, "ranks"), *time_columns(listed)],
             folded=True,
             total=len(cases),
             note="Sizes are those of the whole tensor of a group.",

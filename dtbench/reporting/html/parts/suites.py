@@ -34,7 +34,7 @@ def impls_of(cases: Sequence[ReportCase]) -> list[str]:
     return in_order({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
-def named(
+def case_columns(
     cases: Sequence[ReportCase], name_header: str, params: Mapping[str, str], *drop: str
 ) -> list[TableColumn]:
     """Returns the columns that identify the cases of a table: mesh dim, name, other params, sizes.
@@ -59,7 +59,7 @@ def named(
     ]
 
 
-def times(cases: Sequence[ReportCase]) -> list[TableColumn]:
+def time_columns(cases: Sequence[ReportCase]) -> list[TableColumn]:
     """Returns the columns of times per implementation, and the speedup of the core over torch."""
     ratios = [c.ratio("core", "torch") for c in cases]
     titles = {"local": "floor", WHOLE: "one rank, whole"}
@@ -71,7 +71,7 @@ def times(cases: Sequence[ReportCase]) -> list[TableColumn]:
     ]
 
 
-def bandwidths(cases: Sequence[ReportCase]) -> list[TableColumn]:
+def bandwidth_columns(cases: Sequence[ReportCase]) -> list[TableColumn]:
     """Returns the columns of bandwidths of the implementations that have any."""
     rates = {i: [c.impls[i].algbw_Bps if i in c.impls else None for c in cases] for i in impls_of(cases)}
     return columns.bandwidths([(impl, column) for impl, column in rates.items() if any(column)])
@@ -202,7 +202,7 @@ def tensor_parallel(section: ReportSection, material: Material) -> None:
     section.add(
         Table(
             "Every block and pass",
-            [*named(cases, "Block", params, "ranks"), *times(cases)],
+            [*case_columns(cases, "Block", params, "ranks"), *time_columns(cases)],
             folded=True,
         )
     )
@@ -250,7 +250,12 @@ def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
     ]
     return Table(
         caption,
-        [*named(cases, "Case", params), *times(cases), *columns.times(spans), *bandwidths(cases)],
+        [
+            *case_columns(cases, "Case", params),
+            *time_columns(cases),
+            *columns.times(spans),
+            *bandwidth_columns(cases),
+        ],
         folded=len(cases) > MOST_ROWS,
         note="The first time of an impl is its estimate: the minimum for host latencies, else the lower quartile.",
         total=len(all_cases),
