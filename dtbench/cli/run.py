@@ -26,8 +26,8 @@ from dtbench.suite.registry import read_builtin
 _C = TypeVar("_C", bound=Callable[..., object])
 
 
-# Options that a run may go on with beside --resume: no result depends on them.
-_NOT_OF_RESULTS = {"resume", "output", "budget_s", "timeout_s", "on_failure", "brief", "save_baseline"}
+# Options that may change with --resume, since no result depends on them.
+_CHANGEABLE_ON_RESUME = {"resume", "output", "budget_s", "timeout_s", "on_failure", "brief", "save_baseline"}
 # Options that help shows first.
 _FIRST = ("--mesh", "--nproc", "--size", "--dtype", "--filter", "--budget")
 
@@ -36,7 +36,7 @@ class _Run(options.AdvancedCommand):
     first: tuple[str, ...] = (*_FIRST, "--launches", "--resume", "--output")
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """The suites stand below the options."""
+        """Lists the suites below the options."""
         with formatter.section("Suites"):
             formatter.write_dl(list(read_builtin().items()))
 
@@ -121,15 +121,15 @@ _OPTIONS = (
 )
 
 
-def _of_a_run(command: _C) -> _C:
-    """The options of `run`, which `list` takes too."""
+def _add_run_options(command: _C) -> _C:
+    """Adds the options of `run`, which `list` has, too."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 @click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
-@_of_a_run
+@_add_run_options
 @click.pass_context
 def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.Given) -> int:
     """Measures suites, by name or as .py files, into a run file.
@@ -148,18 +148,19 @@ def run_command(context: click.Context, /, words: tuple[str, ...], **values: opt
     from dtbench.engine.launch import run
 
     argv = sys.argv[1:]
-    if values["resume"] and values["output"] is not None and options.typed(context) <= _NOT_OF_RESULTS:
-        argv = _begun_with(values["output"])
-        begun = run_command.make_context("run", argv[1:], parent=context.parent)
-        words, values = begun.params.pop("words"), begun.params
+    if values["resume"] and values["output"] is not None and options.typed(context) <= _CHANGEABLE_ON_RESUME:
+        argv = _original_argv(values["output"])
+        original = run_command.make_context("run", argv[1:], parent=context.parent)
+        words, values = original.params.pop("words"), original.params
     return run(options_of(words, **values), argv)
 
 
-def _begun_with(output: Path) -> list[str]:
-    """The command line that began the run in the file, with this one's options instead of its own.
+def _original_argv(output: Path) -> list[str]:
+    """Returns the command line that began the run, followed by the options of this one, which take precedence.
 
     Raises:
-        UnreadableRunError: it is no run. UsageError: it was not begun by a command that it holds whole.
+        UnreadableRunError: the file is not a run.
+        UsageError: the file does not have the complete command.
     """
     from dtbench.records.run import read_header
     from dtbench.text.masking import is_unmasked
@@ -167,7 +168,7 @@ def _begun_with(output: Path) -> list[str]:
     argv = read_header(output).argv
     if argv[:1] != ("run",) or not is_unmasked(argv):
         raise UsageError(
-            f"{output} does not hold the whole command that began it: give its suites and options beside --resume"
+            f"{output} does not have the complete command that began it: give its suites and options beside --resume"
         )
     return [*argv, *sys.argv[2:]]
 
@@ -198,7 +199,7 @@ def options_of(
 
 
 @click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})
-@_of_a_run
+@_add_run_options
 @options.JSON
 @click.pass_context
 def list_command(

@@ -1,15 +1,17 @@
-"""The engine of `dtbench run`, on whose parts the gate, profiles and preflight stand. In the order of a sample:
+"""The engine of `dtbench run`, which gates, profiles and preflights also use. In the order of a sample:
 
-    options    what the user asks for, turned once into a `RunJob`
-    launch     `run`: starts the ranks, or joins those that another launcher started
-    rank       a rank's life: meets the others, leaves with an exit code
-    session    what a rank does in a run, and on rank 0 the recorder of its results
-    sampling   tasks one by one, each sampled by a schedule that the ranks vote on
-    measure    the one loop that measures an impl, and what comes out of it as a result
-    clock      what a sample is timed with
+    options        the options of a run, parsed and validated
+    selection      the suites and tasks that the options select
+    launch         `run`: starts the ranks of each launch, or joins those of another launcher
+    launch_files   the two files that pass between our launcher and its ranks
+    rank           the life of a rank: joins the others, and leaves with an exit code
+    session        a rank's part in a run; on rank 0 also the recorder of results
+    sampling       measures tasks one by one, with a schedule that the ranks vote on
+    measure        the loop that measures an impl, and its result
+    clock          times a sample
     (dtbench.records.run writes the result into the run file)
 
-Beside them: `failure`, what becomes of a lost or hanging rank; `place`, what a launcher tells its ranks; `ranks`,
-the store and the process groups; `clocks`, one clock for all ranks; `workers`, processes and their signals;
+Used by these: `failure` (lost and hanging ranks), `rank_env` (variables of launchers), `ranks` (the store, votes and
+process groups), `clock_offsets` (a common clock of all ranks), `workers` (child processes and signals), `tasks`,
 `progress`, `findings`, `budget` and `refine`.
 """

@@ -1,10 +1,10 @@
-"""What fits into a time: how long cases take, and which of them to measure first (`dtbench run --budget`).
+"""Chooses the cases that fit into a time, and the order to measure them in (`dtbench run --budget`).
 
-Every suite keeps the same share of what it would take, and spends it on the cases that say most: those of a headline;
-then of each curve its ends and its middle, all three or none, for no line is fitted to fewer; then the middles between,
-over all curves before the next size. Of cases without a size a few of each name, spread over the suite's list.
+Every suite gets the same share of the time that it would take. It first measures its headline cases; then the ends and
+the middle of each curve, all three or none, since no line is fitted to fewer points; then further sizes, each for all
+curves before the next. Cases without a size are spread over the suite's list.
 
-All ranks put the cases in the same order, and rank 0 alone looks at a clock.
+All ranks order the cases alike; only rank 0 reads a clock.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from dtbench.grouping import group_by
 from dtbench.machine.limits import usable_cpus
 from dtbench.text.units import plural
 
-# Of one impl, beside what its suite says of itself: seconds per byte that is sent. All these are from whole runs of 4
-# gloo ranks on two cores that did nothing else. GPUs take less.
+# Seconds per byte sent, in addition to the time that a suite declares per impl. All estimates are from complete runs of
+# 4 gloo ranks on two otherwise idle cores. GPUs take less.
 _PER_BYTE_S = 16e-9
-# Each further pass over a case finds its shardings and its memory there.
-_FURTHER_PASS = 0.6
-# Before the first case: a process loads torch and the suites, then do all ranks, on a core each where there are as
-# many; several meet. At the end they leave one another.
-_LOAD_S, _MEET_S, _END_S = 1.5, 1.0, 1.0
-# Parameters whose values are the points of one curve, and how many of these a line needs.
+# The share of the first pass that each later pass takes, since shardings and memory are cached.
+_LATER_PASS = 0.6
+# Before the first case, the launcher loads torch and the suites (per process), then all ranks do, in parallel if there
+# are enough cores; several ranks join each other. At the end they leave.
+_LOAD_S, _JOIN_S, _END_S = 1.5, 1.0, 1.0
+# The params that a curve is swept over, and the number of points that a line needs.
 _SWEPT = ("size", "bucket_bytes")
 _LINE = 3
 
 
 def start_s(ranks: int) -> float:
-    """About how long it takes until the first case."""
-    return _LOAD_S * (1 + max(1.0, ranks / len(usable_cpus()))) + (_MEET_S if ranks > 1 else 0.0)
+    """Estimates the seconds until the first case."""
+    return _LOAD_S * (1 + max(1.0, ranks / len(usable_cpus()))) + (_JOIN_S if ranks > 1 else 0.0)
 
 
 def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
-    """About how long the tasks take, in seconds, without the start of the ranks."""
+    """Estimates the seconds of the tasks, without the start of the ranks."""
     return sum(impl_s(task, quick) * len(task.impls) for task in tasks)
 
 
 def impl_s(task: Task, quick: bool) -> float:
-    """Of one impl of the task."""
+    """Estimates the seconds of one impl of the task."""
     suite, case = task.suite, task.case
     seconds = suite.impl_s[quick] + (_PER_BYTE_S * (case.size_bytes or 0) if suite.world == "ranks" else 0.0)
-    return seconds * (1 + (case.passes - 1) * _FURTHER_PASS)
+    return seconds * (1 + (case.passes - 1) * _LATER_PASS)
 
 
 def forecast(tasks: Sequence[Task], listed: Sequence[Task], quick: bool, ranks: int) -> str:
-    """`132 of 831 cases, about 3 min by estimate`."""
+    """Formats number and time of the tasks: `132 of 831 cases, about 3 min by estimate`."""
     seconds = start_s(ranks) + estimate_s(tasks, quick) + _END_S
     cases = f"{len(tasks)} of {len(listed)} cases" if len(tasks) < len(listed) else plural(len(tasks), "case")
     return f"{cases}, {format_about(seconds)} by estimate"
 
 
 def choose(tasks: Sequence[Task], budget_s: float, quick: bool, ranks: int) -> list[Task]:
-    """Those that fit into so many seconds if all takes as long as estimated. tasks: by importance."""
+    """Returns the tasks that fit into a budget by estimate. `tasks` are ordered by importance."""
     deadlines = Deadlines(tasks, budget_s, quick)
     now_s, chosen = start_s(ranks), []
     for task in tasks:
@@ -69,13 +69,14 @@ def choose(tasks: Sequence[Task], budget_s: float, quick: bool, ranks: int) -> l
 
 
 def by_importance(tasks: Sequence[Task]) -> list[Task]:
-    """Suite by suite, the most telling first."""
+    """Orders the tasks suite by suite, the most important first."""
     return [task for unit in _units(tasks) for task in unit]
 
 
 def _units(tasks: Sequence[Task]) -> list[list[Task]]:
-    """The tasks by importance; those that say something together alone are one unit."""
-    return [unit for of in group_by(tasks, lambda t: t.suite.name).values() for unit in _units_of_suite(of)]
+    """Orders the tasks by importance, and joins tasks that are only meaningful together into one unit."""
+    by_suite = group_by(tasks, lambda task: task.suite.name).values()
+    return [unit for suite_tasks in by_suite for unit in _units_of_suite(suite_tasks)]
 
 
 def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
@@ -86,21 +87,24 @@ def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
     )
     sweeps = any(len(points) > 2 for points in curves.values())
     ranked: list[tuple[int, int, list[Task]]] = []
-    for of_name in group_by(curves.values(), lambda points: points[0].case.name).values():
-        for place, curve_at in enumerate(coarse_to_fine(len(of_name))):
-            points = of_name[curve_at]
+    for curves_of_name in group_by(curves.values(), lambda points: points[0].case.name).values():
+        for position, curve_index in enumerate(coarse_to_fine(len(curves_of_name))):
+            points = curves_of_name[curve_index]
             points.sort(key=lambda task: [float(task.case.params.get(key, 0)) for key in _SWEPT])
-            ordered = [points[at] for at in coarse_to_fine(len(points))]
+            ordered = [points[index] for index in coarse_to_fine(len(points))]
             priority = points[0].suite.budget_priority
-            # What accompanies a sweep comes after three sizes of the sweep itself.
+            # Cases that accompany a sweep follow three sizes of the sweep itself.
             first = int(not (priority(points[0].case) if priority else not sweeps or len(points) > 1))
-            ranked.append((first, place, ordered[:_LINE]))
-            ranked += [(size, place, [task]) for size, task in enumerate(ordered[_LINE:], first + 1)]
-    return [*([headline] if headline else []), *(unit for *_, unit in sorted(ranked, key=lambda r: r[:2]))]
+            ranked.append((first, position, ordered[:_LINE]))
+            ranked += [(size, position, [task]) for size, task in enumerate(ordered[_LINE:], first + 1)]
+    return [
+        *([headline] if headline else []),
+        *(unit for *_, unit in sorted(ranked, key=lambda rank: rank[:2])),
+    ]
 
 
 def coarse_to_fine(count: int) -> Iterator[int]:
-    """All of range(count): the ends, the middle, the middles of the halves, and so on."""
+    """Yields all of range(count): the ends, the middle, the middles of the halves, and so on."""
     gaps = [(0, count - 1)]
     yield from sorted({0, count - 1} if count else set())
     while gaps:
@@ -111,30 +115,33 @@ def coarse_to_fine(count: int) -> Iterator[int]:
             gaps += [(low, middle), (middle, high)]
 
 
-def name_left_out(listed: Sequence[Task], left: Sequence[Task]) -> str:
-    """`collectives 250 of 360 cases, ...`, or nothing."""
-    total, missing = (Counter(task.suite.name for task in tasks) for tasks in (listed, left))
+def format_left_out(listed: Sequence[Task], left_out: Sequence[Task]) -> str:
+    """Formats the number of tasks left out per suite: `collectives 250 of 360 cases, ...`."""
+    total, missing = (Counter(task.suite.name for task in tasks) for tasks in (listed, left_out))
     return ", ".join(f"{suite} {count} of {total[suite]} cases" for suite, count in missing.items())
 
 
 class Deadlines:
-    """Whether there is time for a task, so that a run ends in time and every suite gets its share of what is left.
-
-    tasks: what may be measured, by importance. end_s: when all has to end, on the clock that `allows` is given.
-    """
+    """The times until which the tasks of a run may begin. Every suite gets its share of the remaining time."""
 
     def __init__(self, tasks: Sequence[Task], end_s: float, quick: bool) -> None:
+        """Shares the time until `end_s`.
+
+        Args:
+            tasks: the tasks by importance.
+            end_s: when the run has to end, on the clock that `allows` gets.
+        """
         self._end_s = end_s - _END_S
         self._quick = quick
         self._units = {id(unit[0].case): unit for unit in _units(tasks)}
-        self._left = {
-            suite: estimate_s(of, quick)
-            for suite, of in group_by(tasks, lambda task: task.suite.name).items()
+        self._remaining_s = {
+            suite: estimate_s(suite_tasks, quick)
+            for suite, suite_tasks in group_by(tasks, lambda task: task.suite.name).items()
         }
         self._suite = ""
         self._refused: set[str] = set()  # suites
-        self._closed = False  # a unit of this suite had no time: what is less important has none
-        self._began_s = self._until_s = self._spent_s = 0.0  # spent: as estimated
+        self._closed = False  # a unit of this suite had no time, so less important ones have none
+        self._began_s = self._until_s = self._spent_s = 0.0  # spent: by estimate
 
     def agree(self, task: Task, ranks: RankGroup) -> bool:
         """Returns whether rank 0 finds time for the task. After a refusal, the suite's other tasks are refused, too."""
@@ -146,17 +153,20 @@ class Deadlines:
         return suite not in self._refused
 
     def allows(self, task: Task, now_s: float) -> bool:
-        """Whether the next task may begin now. The first unit of all always may, the first of a suite where it takes
-        at most twice the suite's share; a unit that was begun is measured to its end."""
+        """Returns whether the next task may begin now.
+
+        The first unit of a run always may. The first unit of a suite may if it takes at most twice the suite's share.
+        A unit that was begun is completed.
+        """
         unit = self._units.get(id(task.case))
         if unit is None:
             return not self._closed
-        needed_s, left_s = estimate_s(unit, self._quick), self._end_s - now_s
+        needed_s, remaining_s = estimate_s(unit, self._quick), self._end_s - now_s
         if task.suite.name != self._suite:
             first, self._suite = not self._suite, task.suite.name
-            share = self._left.pop(self._suite)
-            share *= left_s / (share + sum(self._left.values()))
-            self._closed = not first and needed_s > min(2 * share, left_s)
+            share = self._remaining_s.pop(self._suite)
+            share *= remaining_s / (share + sum(self._remaining_s.values()))
+            self._closed = not first and needed_s > min(2 * share, remaining_s)
             self._began_s, self._until_s, self._spent_s = now_s, now_s + share, 0.0
         elif not self._closed:
             pace = (now_s - self._began_s) / self._spent_s

@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run goes on: a line for each result as it comes, and now and then the time left."""
+"""The lines that rank 0 prints during a run: one for each result, and at times the remaining time."""
 
 from __future__ import annotations
 
@@ -13,33 +13,38 @@ from contextlib import contextmanager, suppress
 from dtbench.records.result import STATUSES, Result
 from dtbench.text.units import format_bandwidth, format_seconds, format_size, format_spread, plural
 
-# How often it is said how far the run is.
-TELL_EVERY_S = 60.0
-# How long a command may be at work before it says so.
+# How often the progress of the run is printed.
+PROGRESS_INTERVAL_S = 60.0
+# After so long, a command prints what it is waiting for.
 SILENT_S = 1.0
 
 
-_STANDINGS = (STATUSES[0], "with caveat", *STATUSES[1:])
+_STATUSES = (STATUSES[0], "with caveat", *STATUSES[1:])
 
 
 class Progress:
-    """Where rank 0 reports to: a line per result on stdout, and now and then how far the run is."""
+    """Prints a line per result to stdout, and at times the progress of the run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._done = 0
         self._estimates_s: list[float] = []
         self._end_s: float | None = None
-        self._began_s = self._told_s = clock()
+        self._began_s = self._printed_s = clock()
 
     def begin(self, headline: str, estimates_s: Sequence[float], end_s: float | None = None) -> None:
-        """Results are to come that take about so many seconds each; or as many as there is time for until `end_s`."""
+        """Starts to count results.
+
+        Args:
+            estimates_s: estimated seconds of each result to come.
+            end_s: end of the time budget, if there is one.
+        """
         self._estimates_s, self._end_s = list(estimates_s), end_s
-        self._began_s = self._told_s = self._clock()
+        self._began_s = self._printed_s = self._clock()
         print_status(headline)
 
     def more(self, estimates_s: Sequence[float]) -> None:
-        """So many more are to come than `begin` said."""
+        """Adds results to those that `begin` expects."""
         self._estimates_s += estimates_s
         print_status(
             f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off"
@@ -49,9 +54,9 @@ class Progress:
         print_status(format_result(result))
         self._done += 1
         now_s, total = self._clock(), len(self._estimates_s)
-        if now_s - self._told_s < TELL_EVERY_S:
+        if now_s - self._printed_s < PROGRESS_INTERVAL_S:
             return
-        self._told_s = now_s
+        self._printed_s = now_s
         if self._end_s is not None:
             print_status(
                 f"{plural(self._done, 'result')}, {format_about(max(self._end_s - now_s, 0.0))} left"
@@ -63,7 +68,7 @@ class Progress:
 
 
 class ProgressLine:
-    """One line that is written over and over, which a terminal and a notebook show alike; elsewhere a line per text."""
+    """A line that each text overwrites, in a terminal or notebook; elsewhere a line per text."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
@@ -71,7 +76,7 @@ class ProgressLine:
         self._length = 0
 
     def show(self, text: str) -> None:
-        """In place of the text before."""
+        """Replaces the previous text."""
         if self._shown and self._overwrites:
             text = text[: shutil.get_terminal_size().columns - 1]
             sys.stdout.write(f"\r{text:{self._length}}")
@@ -87,22 +92,26 @@ class ProgressLine:
 
 
 def format_about(seconds: float) -> str:
-    """`about 4 min`, `about 40 s`."""
+    """Formats a rough duration: `about 4 min`, `about 40 s`."""
     return f"about {f'{seconds / 60:.0f} min' if seconds > 90 else f'{seconds:.0f} s'}"
 
 
 def print_status(text: str) -> None:
-    """A line on stdout. A reader that has gone away (`| head`) does not end the run."""
+    """Prints a line to stdout. A closed pipe (`| head`) does not end the run."""
     with suppress(OSError, ValueError):
         encoding = sys.stdout.encoding or "utf-8"
-        # In one piece with its newline: threads and ranks write to the same pipe.
+        # The newline in the same write, since threads and ranks share the pipe.
         print(f"{text}\n".encode(encoding, "replace").decode(encoding), end="", flush=True)  # noqa: T201
 
 
 @contextmanager
-def print_status_if_slow(text: str, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Says what is being done, where it takes longer than a second. tell: in place of `say`."""
-    timer = threading.Timer(SILENT_S, tell or print_status, [text])
+def print_status_if_slow(text: str, show: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Prints `text` if the block takes longer than a second.
+
+    Args:
+        show: called with the text; by default `print_status`.
+    """
+    timer = threading.Timer(SILENT_S, show or print_status, [text])
     timer.daemon = True
     timer.start()
     try:
@@ -112,24 +121,24 @@ def print_status_if_slow(text: str, tell: Callable[[str], None] | None = None) -
 
 
 def format_status_counts(results: Iterable[Result]) -> str:
-    """`118 ok, 1 failed`: how many results have which status."""
+    """Formats the number of results by status: `118 ok, 1 failed`."""
     counts = Counter(status_with_caveat(result) for result in results)
-    return ", ".join(f"{counts[word]} {word}" for word in _STANDINGS if counts[word]) or "no results"
+    return ", ".join(f"{counts[word]} {word}" for word in _STATUSES if counts[word]) or "no results"
 
 
 def status_with_caveat(result: Result) -> str:
-    """Its status; "with caveat" of a time with a reason to doubt it, such as samples that scatter."""
-    return _STANDINGS[1] if result.status == "ok" and result.reason else result.status
+    """Returns the status of a result, or "with caveat" if it is ok with a reason, such as scattered samples."""
+    return _STATUSES[1] if result.status == "ok" and result.reason else result.status
 
 
 def params_of(result: Result) -> str:
-    """`mesh_dim=tp size=1 KiB`."""
+    """Formats the params: `mesh_dim=tp size=1 KiB`."""
     params = result.params.items()
     return " ".join(f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in params)
 
 
 def format_result(result: Result) -> str:
-    """`dispatch add mesh=8 call=cached | core  3.56 µs  +10%`."""
+    """Formats a result: `dispatch add mesh=8 call=cached | core  3.56 µs  +10%`."""
     name = result.suite if result.name == result.suite else f"{result.suite} {result.name}"
     words = [f"{name} {params_of(result)}".rstrip(), "|", result.impl]
     if result.status == "ok" and result.time_s is not None:
@@ -138,8 +147,8 @@ def format_result(result: Result) -> str:
         if bandwidth is not None:
             words.append(format_bandwidth(bandwidth))
     else:
-        where = "" if result.rank is None else f" on rank {result.rank}"
-        words.append(f"{result.status}{where}")
+        location = "" if result.rank is None else f" on rank {result.rank}"
+        words.append(f"{result.status}{location}")
     if result.reason:
         words.append(f"({result.reason})")
     return "  ".join(words).replace("  |  ", " | ")

@@ -262,7 +262,7 @@ class RunRecorder:
         if is_last:
             tasks = self._remaining(self._selection.tasks)
             if request.budget_s is not None and tasks:
-                print_status(f"left out for --budget: {budget.name_left_out(self._selection.tasks, tasks)}")
+                print_status(f"left out for --budget: {budget.format_left_out(self._selection.tasks, tasks)}")
             _print_findings(request, self.writer.path)
         return exit_code_of(results.values())
 

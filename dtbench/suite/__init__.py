@@ -1,4 +1,4 @@
-"""What a benchmark is, plain data without torch. All that a suite imports, ours or a user's:
+"""The definition of a benchmark, as plain data without torch. Suites import everything from here:
 `from dtbench.suite import Case, RunOptions, Workload, suite`.
 """
 

@@ -1,6 +1,6 @@
-"""What dtbench measures: the plan, and the cases that a suite makes of it. Plain data, no torch.
+"""The options of a run, and the cases that a suite derives from them. Plain data, without torch.
 
-Units stand in the names: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
+Names end with their unit: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Param = str | int | float | bool
-# Whose time a case takes: "host", the calling thread's (dispatch latency); "device", that of the work itself.
+# The time that a case measures: "host", of the calling thread (dispatch latency); "device", of the work itself.
 ClockKind = Literal["host", "device"]
-# What reads it: "busy" is the host's clock while the GPU is at earlier work.
+# The clock that measures it: "busy" is the host's clock while the GPU runs earlier work.
 Instrument = Literal["host", "busy", "device"]
 Estimator = Literal["min", "p25"]
 DeviceType = Literal["cpu", "cuda"]
 
-# Of a dispatched op, in the order in which a call passes them; a profile may hold others, which come after these.
+# The stages of a dispatched op, in the order of a call. A profile may have further stages, which follow these.
 STAGES = (
     "entry",
     "checks",
@@ -32,13 +32,14 @@ STAGES = (
     "glue",
 )
 
-# What `--impl` chooses between. Every other impl (local, c10d, unbucketed, limit) is a reference
-# that stands beside them and is always measured.
+# The impls that `--impl` selects from. Every other impl (local, c10d, unbucketed, limit) is a reference, which is
+# always measured.
 CHOOSABLE_IMPLS = ("core", "torch")
-# Two of the references. FLOOR: plain torch does a rank's share of the work, which nothing that distributes it can beat.
-# WHOLE: plain torch does all ranks' work on one, without communication: no floor, as a rank of several has less to do.
+# Two references. FLOOR: plain torch does one rank's share of the work, a lower bound for every distributed impl.
+# WHOLE: plain torch does the work of all ranks on one, without communication. Not a lower bound, since each of several
+# ranks has less work.
 FLOOR, WHOLE = "local", "whole"
-# What the names of implementations mean, wherever they stand.
+# Descriptions of the impls, for tables and reports.
 IMPL_WORDS = {
     "core": "dtbench core",
     "torch": "torch.distributed.tensor",
@@ -50,27 +51,38 @@ IMPL_WORDS = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to measure: the options of one run, validated. Suites derive their cases from it."""
+    """The validated options of a run, from which suites derive their cases.
 
-    mesh: tuple[tuple[str, int], ...]  # (dim name, size), outermost first
-    sizes_bytes: tuple[int, ...]  # of the size sweeps
+    Attributes:
+        mesh: (dim name, size), outermost first.
+        sizes_bytes: the sizes of size sweeps.
+        dtypes: names of torch's dtypes.
+        device_type: "cpu" or "cuda".
+        impls: those of `CHOOSABLE_IMPLS` to measure.
+        quick: whether to use fewer sizes and samples.
+        sizes_chosen: whether the user chose the sizes, and gets all of them in every suite.
+        options: the options that suites declare, as given.
+        refine: whether the run is for calibration: with all sizes, and more where a suite's sweep is too coarse.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    sizes_bytes: tuple[int, ...]
     dtypes: tuple[str, ...] = ("float32",)
     device_type: DeviceType = "cpu"
     impls: tuple[str, ...] = CHOOSABLE_IMPLS
     quick: bool = False
-    sizes_chosen: bool = False  # by the user, who then gets every size in every suite
-    options: Mapping[str, str] = field(default_factory=dict)  # those that the suites declare, as given
-    refine: bool = False  # a sweep to calibrate with: whole, and denser where a suite finds it too coarse
+    sizes_chosen: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
+    refine: bool = False
 
     @property
     def coarse_sizes_bytes(self) -> tuple[int, ...]:
-        """Every second of the default sizes, for suites that have many cases per size; else all."""
+        """Every second default size, for suites with many cases per size; all sizes that the user chose."""
         return self.sizes_bytes if self.sizes_chosen or self.quick else self.sizes_bytes[::2]
 
     @property
     def few_sizes_bytes(self) -> tuple[int, ...]:
-        """For regimes that only accompany a suite's sweep: one from its middle, which costs little; all
-        sizes where the user chose them."""
+        """One size from the middle, for cases that only accompany a suite's sweep; all sizes that the user chose."""
         coarse = self.coarse_sizes_bytes
         return self.sizes_bytes if self.sizes_chosen else coarse[len(coarse) // 2 :][:1]
 
@@ -79,7 +91,7 @@ class RunOptions:
         return math.prod(size for _, size in self.mesh)
 
     def wants(self, impl: str) -> bool:
-        """Whether `impl` is to be measured; references always are."""
+        """Whether `impl` is to be measured. References always are."""
         return impl not in CHOOSABLE_IMPLS or impl in self.impls
 
 
@@ -87,9 +99,13 @@ class RunOptions:
 class Workload:
     """One impl of a case, set up on one rank and ready to be timed.
 
-    `run` is the timed call. `before` (untimed) readies the next sample. `check` (untimed, after the
-    warm-up) returns what is wrong with the data, or None. `counters` is read once, at the end.
-    `participates` is False on a rank that only waits: its times do not count. `close` frees.
+    Attributes:
+        run: the timed call.
+        before: prepares the next sample, untimed.
+        check: returns what is wrong with the data, or None. Called untimed, after the warm-up and after the samples.
+        counters: returns counters by name. Called once, at the end.
+        participates: False on a rank that only waits, whose times do not count.
+        close: frees resources.
     """
 
     run: Callable[[], object]
@@ -102,25 +118,27 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """One question to measure, answered by several impls that are sampled in turn.
+    """One measurement, with several impls that are sampled in turn.
 
-    build: impl name -> function of the live `World`, giving this rank's `Workload`. Raising
-        `Skip` from it records the impl as skipped, with the reason.
-    size_bytes: the size the bandwidth counts (nccl-tests' S for collectives), or None.
-    bandwidth: whether size over time is one: not of a collective of one rank, nor of a host that only launches.
-    busbw_factor: bus bandwidth = algorithm bandwidth x this; None where there is no bus bandwidth.
-    clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
-    busy: the host's time is taken while a GPU is still at earlier work; nothing on a CPU.
-    calls_per_sample: calls between the two clock readings; the sample is their mean. More than one
-        means back to back, without a barrier between.
-    sample_s: where above 0, `run` repeats calls until a sample lasts so many seconds, which may take more
-        than `calls_per_sample`; the counter of that name then says how many.
-    samples: fixed number of samples, or None to let the sampler choose within its budget.
-    warmup_calls: at least so many calls are thrown away.
-    passes: above 1, in a simulated world, such cases are measured before all others, so many times in turn: what
-        disturbs the machine for some seconds then spoils one pass of each instead of all samples of some.
-    tolerance: the largest slowdown that a gate's PASS has to exclude, as a share (0.05 is 5%), or None for
-        the gate's own. floor_s: changes of less than so many seconds are none to a gate.
+    Attributes:
+        name: the case's name.
+        params: the parameters that identify the case among those of its name.
+        build: impl name -> function of the `World`, which returns this rank's `Workload`. If it raises `Skip`, the impl
+            is recorded as skipped, with the reason.
+        size_bytes: the size that bandwidths refer to (nccl-tests' S for collectives), or None.
+        bandwidth: whether size / time is a bandwidth; not for a collective of one rank, or if only the launch is timed.
+        busbw_factor: bus bandwidth / algorithm bandwidth; None without a bus bandwidth.
+        clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
+        busy: whether to time the host while a GPU runs earlier work; no effect on a CPU.
+        calls_per_sample: calls between two clock readings, back to back without a barrier; the sample is their mean.
+        sample_s: if above 0, seconds that a sample has to last. It may take more calls than `calls_per_sample`; the
+            counter of that name has their number.
+        samples: number of samples; None lets the schedule choose within its budget.
+        warmup_calls: at least so many calls are not measured.
+        passes: if above 1, such cases on simulated ranks are measured before all others, one after the other and so
+            many times. A disturbance of some seconds then affects one pass of each case.
+        tolerance: the largest slowdown, as a share, that a gate's PASS has to exclude; None for the gate's default.
+        floor_s: a gate ignores smaller changes, seconds.
     """
 
     name: str
@@ -152,5 +170,5 @@ class Case:
         return "busy" if self.busy else self.clock
 
 
-class Skip(Exception):  # noqa: N818 - it is a signal of a builder, not an error
-    """Raised by a builder whose impl does not apply here; the message is the reason recorded."""
+class Skip(Exception):  # noqa: N818 - a signal, not an error
+    """Raised by a builder if its impl does not apply; the message is recorded as the reason."""

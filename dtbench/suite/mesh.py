@@ -1,4 +1,4 @@
-"""Device meshes as the command line and the headers of runs write them: names and sizes of their dims."""
+"""Device meshes as names and sizes of their dims, and the groups of ranks along each dim."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DIM = re.compile(r"([A-Za-z_]\w*)=([0-9]{1,9})")
 
 
 def parse_mesh(text: str) -> Mesh:
-    """`dp=2,tp=2` -> (("dp", 2), ("tp", 2)), outermost first."""
+    """Parses a mesh, outermost dim first: `dp=2,tp=2` -> (("dp", 2), ("tp", 2))."""
     dims: list[tuple[str, int]] = []
     for part in text.split(","):
         match = _DIM.fullmatch(part.strip())
@@ -39,12 +39,12 @@ def ranks_of(mesh: Mesh) -> int:
 
 
 def format_mesh(mesh: Iterable[Sequence[str | int]]) -> str:
-    """(("dp", 2), ("tp", 2)) -> `dp=2,tp=2`, as --mesh reads it."""
+    """Formats a mesh as --mesh reads it: (("dp", 2), ("tp", 2)) -> `dp=2,tp=2`."""
     return ",".join(f"{name}={size}" for name, size in mesh)
 
 
 def default_mesh(world_size: int) -> Mesh:
-    """The most square dp x tp of the world, the larger dim inside; one dim `tp` when it is prime."""
+    """Returns the most square dp x tp mesh, the larger dim inside; a single dim `tp` for a prime number of ranks."""
     for outer in range(math.isqrt(world_size), 1, -1):
         if world_size % outer == 0:
             return (("dp", outer), ("tp", world_size // outer))
@@ -52,28 +52,30 @@ def default_mesh(world_size: int) -> Mesh:
 
 
 def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """All mesh dims of more than one rank taken as one, ("dp+tp", 4): what a collective over the whole
-    mesh runs on. None where fewer than two dims have ranks to share."""
+    """Joins all dims of more than one rank into one, as for a collective over the whole mesh: ("dp+tp", 4).
+
+    Returns None if fewer than two dims have more than one rank.
+    """
     wide = [(name, ranks) for name, ranks in dims if ranks > 1]
     return ("+".join(name for name, _ in wide), math.prod(n for _, n in wide)) if len(wide) > 1 else None
 
 
 def groups_by_dim(names: Sequence[str], shape: Sequence[int]) -> dict[str, Groups]:
-    """The groups of each mesh dim, and of all dims as one."""
+    """Returns the groups of ranks of each mesh dim, and of all dims joined."""
     groups = {name: groups_of(shape, dim) for dim, name in enumerate(names)}
     joint = joint_dim(zip(names, shape, strict=True))
     return groups | ({joint[0]: [list(range(joint[1]))]} if joint else {})
 
 
 def groups_in(mesh: Mesh, dim: object) -> Groups:
-    """The groups of a mesh dim by its name; all ranks as one group where the mesh has no dim of that name."""
+    """Returns the groups of a mesh dim by its name; a single group of all ranks if the mesh has no such dim."""
     names, shape = zip(*mesh, strict=True)
     return groups_by_dim(names, shape).get(str(dim), [list(range(ranks_of(mesh)))])
 
 
 def groups_of(shape: Sequence[int], dim: int) -> Groups:
-    """The groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
+    """Returns the groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
     inner = math.prod(shape[dim + 1 :])
     size = shape[dim]
     firsts = (rank for rank in range(math.prod(shape)) if rank // inner % size == 0)
-    return [[first + inner * at for at in range(size)] for first in firsts]
+    return [[first + inner * index for index in range(size)] for first in firsts]

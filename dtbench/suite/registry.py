@@ -1,11 +1,11 @@
-"""What a suite is, and how suites are found: ours by name, a user's by the path of a file.
+"""The definition of suites, and how they are loaded: built-in suites by name, a user's by the path of a file.
 
-A suite is a function of the options that yields cases:
+A suite is a generator of cases for the options of a run:
 
     @suite("hello", world="ranks", help="an all-reduce per mesh dim, dtype and size")
     def hello(options: RunOptions) -> Iterator[Case]:
-        for at in sweep(options):
-            yield Case("all_reduce", at.params, build={"c10d": lambda world, at=at: ...})
+        for point in sweep(options):
+            yield Case("all_reduce", point.params, build={"c10d": lambda world, point=point: ...})
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-# The package whose modules are the built-in suites, its SUITES. Named, not imported: they load torch.
+# The package of the built-in suites, which its SUITES lists. Imported late, since the suites load torch.
 BUILTIN_PACKAGE = "dtbench_suites"
 
 WorldKind = Literal["ranks", "simulated"]
@@ -36,13 +36,13 @@ WorldKind = Literal["ranks", "simulated"]
 
 @dataclass(frozen=True)
 class Refinement:
-    """How a suite of ranks measures more where its sweep turns out too coarse (`--refine`).
+    """How a suite on real ranks adds cases where its sweep is too coarse (`--refine`).
 
-    wanted: given the options, what the first launch measured of the listed cases and what it has measured
-        beyond them, the (name, params) of cases to measure too. Called again with their results until it
-        wants nothing new. Only rank 0 calls it.
-    case: the case of such a name and params, the same on every rank; it may adjust the params (trim a
-        size) as long as those of its own cases stay as they are.
+    Attributes:
+        wanted: returns name and params of cases to add. Its arguments are the options, the first launch's results for
+            the listed cases, and its results for added cases. Rank 0 calls it again until it returns nothing new.
+        case: returns the case of a name and params, the same on every rank. It may adjust the params (such as a size),
+            but not those of a case that it has returned.
     """
 
     wanted: Callable[[RunOptions, Sequence[Any], Sequence[Any]], Iterable[tuple[str, Mapping[str, Param]]]]
@@ -51,7 +51,14 @@ class Refinement:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One of the combinations of a sweep. ranks: of the mesh dim; dtype: its name in torch."""
+    """A point of a sweep.
+
+    Attributes:
+        mesh_dim: name of the mesh dim.
+        ranks: number of ranks of the mesh dim.
+        dtype: name of torch's dtype.
+        size_bytes: payload, bytes.
+    """
 
     mesh_dim: str
     ranks: int
@@ -60,7 +67,7 @@ class SweepPoint:
 
     @property
     def params(self) -> dict[str, Param]:
-        """For the case that is measured there."""
+        """The params of the case at this point."""
         return {"mesh_dim": self.mesh_dim, "ranks": self.ranks, "dtype": self.dtype, "size": self.size_bytes}
 
 
@@ -70,10 +77,12 @@ def sweep(
     dtypes: Iterable[str] | None = None,
     sizes: Iterable[int] | None = None,
 ) -> Iterator[SweepPoint]:
-    """Every mesh dim of several ranks with every dtype and size of the run, dims outermost.
+    """Yields the product of the mesh dims of several ranks, the dtypes and the sizes of the run, dims outermost.
 
-    dims: (name, ranks) in their place. dtypes: names of torch's in place of `--dtype`. sizes: bytes, where the user
-    chose none with `--size`.
+    Args:
+        dims: (name, ranks) instead of the run's mesh dims.
+        dtypes: names of torch's dtypes instead of --dtype.
+        sizes: bytes, used unless the user chose sizes with --size.
     """
     shared = tuple(dim for dim in options.mesh if dim[1] > 1)
     sizes_bytes = options.sizes_bytes if sizes is None or options.sizes_chosen else sizes
@@ -83,10 +92,10 @@ def sweep(
 
 
 class World(Protocol):
-    """What a case's builder is given: this rank's place in a live process group.
+    """This rank and its process group, the argument of a case's builder.
 
-    In a "ranks" suite the group is real and `mesh` is the run's mesh. In a "simulated" suite it is
-    torch's fake group of 8 ranks seen from rank 0, and `mesh` is one-dimensional.
+    In a "ranks" suite the group is real and `mesh` is the run's mesh. In a "simulated" suite it is torch's fake group
+    of 8 ranks, seen from rank 0, and `mesh` is one-dimensional.
     """
 
     rank: int
@@ -95,18 +104,27 @@ class World(Protocol):
     mesh: DeviceMesh
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """A mesh of all ranks in another shape, made once per world."""
+        """Returns a mesh of all ranks in another shape. The same mesh for every call with this shape."""
         ...
 
 
 @dataclass(frozen=True)
 class Suite:
-    """world: where the cases run: on real ranks, or on simulated ones in one process.
-    options: name -> help of the options of `dtbench run` that are this suite's; the values stand as text
-        in `RunOptions.options`, and the suite checks them. by_default: whether it runs when no suite is named.
-    refinement: what to measure beyond the cases, found while measuring. budget_priority: the cases of which --budget
-        measures three sizes before it comes to the others; without it all that have a sweep. impl_s: about how long an
-        impl of a case takes, set-up and checks included, beside the bytes that it sends; and with --quick.
+    """A named generator of cases, and how to run them.
+
+    Attributes:
+        name: the suite's name.
+        cases: yields the cases for the options of a run.
+        world: "ranks" for real ranks, "simulated" for simulated ranks in one process.
+        help: what the suite measures.
+        options: name -> help of the suite's own options of `dtbench run`. Their values are text in
+            `RunOptions.options`, which the suite checks.
+        by_default: whether it runs if no suite is named.
+        refinement: how to add cases while measuring.
+        budget_priority: whether --budget measures three sizes of a case before other cases; by default of all cases
+            with a sweep.
+        impl_s: estimated seconds per impl of a case, including set-up and checks but not the bytes sent: in a full run,
+            and with --quick.
     """
 
     name: str
@@ -127,17 +145,17 @@ class Suite:
         seconds = self.impl_s if isinstance(self.impl_s, tuple) else ()
         if len(seconds) != 2 or not all(isinstance(s, int | float) and s > 0 for s in seconds):
             raise ValueError(
-                f"the suite {self.name} has impl_s={self.impl_s!r}, expected two numbers of seconds above 0: of a full "
-                "run, and with --quick"
+                f"the suite {self.name} has impl_s={self.impl_s!r}, expected two numbers of seconds above 0: for a "
+                "full run, and with --quick"
             )
 
 
 _registered: dict[str, Suite] = {}
-_folders: set[Path] = set()  # of the suites' files that were loaded
-# What a suite's file may import.
+_folders: set[Path] = set()  # those of the loaded suite files
+# The imports of a suite file, for messages.
 _IMPORTABLE = (
-    "; as with `python FILE`, it can import what lies beside it (`import helper`, not `from . import helper`), what is "
-    "installed and what lies in a folder of PYTHONPATH"
+    "; as with `python FILE`, it can import modules of its folder (`import helper`, not `from . import helper`), "
+    "installed packages, and modules in a folder of PYTHONPATH"
 )
 
 
@@ -164,19 +182,19 @@ def suite(
 
 
 def read_builtin() -> Mapping[str, str]:
-    """The built-in suites, name -> what it measures, without importing them."""
+    """Returns the built-in suites, name -> help, without importing them."""
     builtin: Mapping[str, str] = importlib.import_module(BUILTIN_PACKAGE).SUITES
     return builtin
 
 
 def load(names: Iterable[str] = ()) -> list[Suite]:
-    """The suites asked for, in the order of the question; when none is named, the built-in ones that run
-    by default.
+    """Returns the suites of the names, in order; without names, the built-in suites that run by default.
 
-    A name that ends in .py is a user's file.
+    Args:
+        names: names of suites, or paths of suite files, which end with .py.
 
     Raises:
-        UsageError: a name that no suite has, a file that cannot be loaded or that registers nothing.
+        UsageError: no suite has the name, or a file cannot be loaded or registers no suite.
     """
     builtin = read_builtin()
     chosen: list[Suite] = []
@@ -193,10 +211,10 @@ def load(names: Iterable[str] = ()) -> list[Suite]:
 
 
 def no_suite(name: str) -> UsageError:
-    """The error of a name that no suite has: says what lies there, or which name is near.
+    """Returns the error for an unknown suite name, with a file or name that may be meant.
 
     Raises:
-        UnreadableRunError: a file of another kind lies there.
+        UnreadableRunError: the name is a file of another kind.
     """
     refuse_job(Path(name), "a suite")
     files = [path for path in (Path(f"{name}.py"), *sorted(Path(name).glob("*.py"))) if path.is_file()]
@@ -209,29 +227,29 @@ def no_suite(name: str) -> UsageError:
 
 
 def _builtin(name: str) -> Suite:
-    """Imports that suite alone: one of them loads all of torch.distributed.tensor, which takes 0.6 s."""
+    """Imports a built-in suite without the others, one of which imports torch.distributed.tensor (0.6 s)."""
     module = importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
     suites = [s for s in vars(module).values() if isinstance(s, Suite) and s.name == name]
     return suites[0] if suites else _registered[name]
 
 
 def _is_builtin(suite: Suite) -> bool:
-    """Whether it came with a built-in module that a user's file imports."""
+    """Whether the suite belongs to a built-in module, which a user's file may import."""
     return str(getattr(suite.cases, "__module__", "")).startswith(f"{BUILTIN_PACKAGE}.")
 
 
 def _load_file(path: Path) -> list[Suite]:
     refuse_job(path, "a suite")
-    before = dict(_registered)
+    registered_before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
-    if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path's raises where a name is too long
+    if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if a name is too long
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
     refuse_program(path)
-    folder = path.resolve().parent  # first on sys.path meanwhile, as `python FILE` has it
-    beside = (file for other in _folders - {folder} for file in other.glob("*") if file.stem in sys.modules)
-    if clash := next((file for file in beside if (folder / file.name).exists()), None):
+    folder = path.resolve().parent  # first on sys.path while it loads, as with `python FILE`
+    imported = (file for other in _folders - {folder} for file in other.glob("*") if file.stem in sys.modules)
+    if clash := next((file for file in imported if (folder / file.name).exists()), None):
         raise UsageError(
-            f"{path} lies beside another {clash.name} than {clash}, which a suite of this run has imported: "
+            f"the folder of {path} has a {clash.name}, but a suite of this run has imported {clash}: "
             "run the two suites one after the other, or rename one of the modules"
         )
     _folders.add(folder)
@@ -242,12 +260,14 @@ def _load_file(path: Path) -> list[Suite]:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit, too: its code would be taken for one of dtbench's
-        why = describe(error) + place_in(error, spec.origin) + _IMPORTABLE * isinstance(error, ImportError)
-        raise UsageError(f"the suite file {path} failed to load: {why}") from error
-    finally:  # what dtbench imports later is not looked for there first
+    except BaseException as error:  # including sys.exit, whose code would be mistaken for one of dtbench's
+        reason = describe(error) + place_in(error, spec.origin) + _IMPORTABLE * isinstance(error, ImportError)
+        raise UsageError(f"the suite file {path} failed to load: {reason}") from error
+    finally:  # last on sys.path for dtbench's later imports
         sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
-    new = [s for name, s in _registered.items() if before.get(name) is not s and not _is_builtin(s)]
+    new = [
+        s for name, s in _registered.items() if registered_before.get(name) is not s and not _is_builtin(s)
+    ]
     if not new:
         raise UsageError(
             f"{path} registers no suite: decorate a function of the options with @dtbench.suite.suite; "

@@ -286,7 +286,7 @@ def test_suites_with_neighbours_of_one_name_are_refused_together(dtbench: Cli, i
     first, second = (write_suite(folder, "same_name", n) for n, folder in enumerate(("one", "two")))
     code, _, err = dtbench("list", first, second)
     assert code == EXIT_USAGE and err.count("\n") == 1
-    assert "two/speed.py lies beside another same_name.py than" in err and "one after the other" in err
+    assert "the folder of two/speed.py has a same_name.py, but" in err and "one after the other" in err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.cli.run import _begun_with
+from dtbench.cli.run import _original_argv
 from dtbench.engine.findings import describe_slow_floors, findings, next_commands
 from dtbench.errors import UsageError
 from dtbench.records import baselines
@@ -94,11 +94,11 @@ def test_kinds_of_calls_have_means_of_their_own() -> None:
 def test_a_floor_that_is_slower_is_called_none() -> None:
     times = [{"local": 3.0, "core": 2.0, "torch": 4.0}, {"local": 1.05, "core": 1.0}, {"core": 1.0}]
     assert describe_slow_floors(times) == [
-        "the floor (local) is slower than core in 1 of 2 cases: it is no floor there"
+        "the floor (local) is slower than core in 1 of 2 cases: it is not a floor there"
     ]
     both = [{"local": 3.0, "core": 2.0, "torch": 2.0}]
     assert describe_slow_floors(both) == [
-        "the floor (local) is slower than core in 1 of 1 case and torch in 1 of 1 case: it is no floor there"
+        "the floor (local) is slower than core in 1 of 1 case and torch in 1 of 1 case: it is not a floor there"
     ]
     assert describe_slow_floors([{"local": 1.0, "core": 2.0}, {"whole": 3.0, "core": 2.0}]) == []
     mine = [timed("mine", "a", impl, s) for impl, s in (("core", 1e-3), ("local", 2e-3))]
@@ -143,9 +143,7 @@ def test_launches_in_which_all_took_longer_are_drift(late: dict[str, float], dri
         for impl, factor in late.items()
         for launch, is_late in enumerate((0, 0, 0, 1, 1))
     ]
-    line = (
-        "the machine drifted: plain torch and all else of dispatch became 1.30x slower in the later launches"
-    )
+    line = "the machine drifted: plain torch and all other impls of dispatch became 1.30x slower in the later launches"
     assert any(one.startswith(line) for one in findings(made_up.run(results))) == drifts
     assert not any("drifted" in one for one in findings(made_up.run(results[:1])))
 
@@ -191,7 +189,7 @@ def test_a_run_that_does_not_hold_its_command_is_not_resumed_without_it(
         path.unlink(missing_ok=True)
         made_up.write(path, made_up.run([], argv=argv))
         if whole:
-            assert _begun_with(path) == [*argv, *resuming]
+            assert _original_argv(path) == [*argv, *resuming]
         else:
             with pytest.raises(UsageError, match="give its suites and options beside --resume"):
-                _begun_with(path)
+                _original_argv(path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dtbench.engine.options import RunRequest
-from dtbench.engine.refine import MOST_ADDED, middles, sizes_between
+from dtbench.engine.refine import MAX_ADDED_SIZES, middles, sizes_between
 from dtbench.engine.tasks import refinement_tasks, remaining
 from dtbench.records.result import Result
 from dtbench.records.run import read_run
@@ -85,7 +85,7 @@ def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
 
 def test_bisection_closes_in_on_a_jump_and_stops() -> None:
     added = refined(jump)
-    assert len(added) == MOST_ADDED
+    assert len(added) == MAX_ADDED_SIZES
     assert added[0] == 128 * KIB and sorted(added[1:3]) == [32 * KIB, 512 * KIB]  # the jump is at 100 KiB
     assert 64 * KIB < added[3] < 128 * KIB
 
@@ -197,7 +197,7 @@ def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: P
         sizes.setdefault((r.impl, r.launch), []).append(int(r.params["size"]))
     swept, added = sizes["c10d", 0][:4], sizes["c10d", 0][4:]
     assert swept == [KIB, 4 * KIB, 16 * KIB, 64 * KIB]
-    assert sorted(added[:3]) == [2 * KIB, 8 * KIB, 32 * KIB] and len(added) == MOST_ADDED
+    assert sorted(added[:3]) == [2 * KIB, 8 * KIB, 32 * KIB] and len(added) == MAX_ADDED_SIZES
     assert 2 * KIB < added[3] < 32 * KIB and added[3] % 256 == 0
     for key in (("core", 0), ("c10d", 1), ("core", 1)):
         assert set(sizes[key]) == {*swept, *added}
@@ -213,4 +213,4 @@ def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: P
     back = read_run("x.jsonl")
     assert back.complete and back.results[:11] == whole.results[:11]
     by_launch = [{r.case_key for r in back.results if r.launch == launch} for launch in (0, 1)]
-    assert by_launch[0] == by_launch[1] and len(by_launch[0]) == 2 * (4 + MOST_ADDED)
+    assert by_launch[0] == by_launch[1] and len(by_launch[0]) == 2 * (4 + MAX_ADDED_SIZES)
