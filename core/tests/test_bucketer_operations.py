@@ -61,6 +61,16 @@ def test_held_bucket_takes_few_operations(
     assert len(operations.names) <= most * issued, Counter(operations.names)
 
 
+def test_odd_shards_take_one_more_operation(group: dist.ProcessGroup) -> None:
+    bucketer = ReduceScatterBucketer(hold_inputs=True)
+    with counted() as operations:
+        for numel in (8, 64, 8 * 6, 128):
+            bucketer.reduce_scatter_async(torch.ones(numel), group, lambda _: None)
+        operations.names.clear()
+        bucketer.flush()
+    assert operations.names == ["new_zeros", "_chunk_cat.out", "c10d::_reduce_scatter_base_"]
+
+
 def test_copied_input_takes_one_operation(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(hold_inputs=False)
     inputs = [torch.ones(4 * KIB) for _ in range(100)]

@@ -130,25 +130,9 @@ def test_builtin_constants_are_those_of_torch(
     assert (ours.base_latency_us, ours.source) == (6.6, "built-in")
 
 
-# --- collectives -----------------------------------------------------------------------------------
-
-
 # --- redistribution --------------------------------------------------------------------------------
 
 PAIRS = list(itertools.product([R, P, Shard(0), Shard(1)], repeat=2))
-
-
-@pytest.mark.parametrize(("src", "dst"), PAIRS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_redistribution_on_one_dim_equals_torch(src: Placement, dst: Placement, dtype: torch.dtype) -> None:
-    mesh = init_device_mesh("cpu", (8,))
-    ours = redistribute_cost(spec(mesh, src, dtype=dtype), spec(mesh, dst, dtype=dtype))
-    theirs = torch_cost.redistribute_cost(
-        torch_spec(mesh, src, dtype=dtype), torch_spec(mesh, dst, dtype=dtype)
-    )
-    assert ours == pytest.approx(theirs, rel=1e-12)
-    local = spec_to_bytes(spec(mesh, src, dtype=dtype)) / (8 if src.is_shard() else 1) / GIB
-    assert ours == transition_cost(src, dst, local, mesh_topology.topology_of(mesh), 0)
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
@@ -282,9 +266,6 @@ def test_bytes_of_a_spec(dtype: Any) -> None:
 
 
 # ---- topology files ----
-
-
-# --- measured constants ----------------------------------------------------------------------------
 
 
 def test_topology_is_matched_by_mesh_dim(tmp_path: Path) -> None:

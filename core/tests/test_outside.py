@@ -159,7 +159,7 @@ def test_ranks_outside_send_nothing_and_raise_the_same_errors() -> None:
 
 
 @on_ranks
-def test_one_table_per_rank_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_tables_on_meshes_of_one_rank_are_saved_and_loaded(tmp_path: Path) -> None:
     """The mesh of a table holds only its own rank."""
     rank = dist.get_rank()
     state: dict[str, Any] = {}

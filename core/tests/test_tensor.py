@@ -38,7 +38,6 @@ from dtbench_core import (
 )
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import BITWISE, REDUCE_OPS
-from dtbench_core.simulate import rank_map
 
 R, P, S0, S1, S = Replicate(), Partial(), Shard(0), Shard(1), Shard
 
@@ -91,14 +90,6 @@ def test_gradients_at_the_borders(worlds: AnyWorlds) -> None:
         assert got["replicate"].tolist() == got["sum"].tolist() == w, "each term has the whole gradient"
         assert got["avg"].tolist() == [x / 4 for x in w]
         assert got["to_local"] == (True, [3.0] * 8)
-
-
-@on_worlds
-def test_uneven_shards_with_the_global_shape() -> None:
-    mine = rank_map(lambda rank: torch.full(((2, 2, 1, 0)[rank], 3), float(rank)))
-    tensor = DTensor.from_local(mine, mesh_of((4,)), [S0], shape=(5, 3), stride=(3, 1))
-    assert tensor.shape == (5, 3) and tensor.full_tensor()[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0, 2.0]
-    assert float(tensor.sum().full_tensor()) == 12.0
 
 
 @on_worlds
