@@ -4,7 +4,7 @@ Every suite gets the same share of the time that it would take. It first measure
 the middle of each curve, all three or none, since no line is fitted to fewer points; then further sizes, each for all
 curves before the next. Cases without a size are spread over the suite's list.
 
-All ranks order the cases alike; only rank 0 reads a clock.
+All ranks use the same order; only rank 0 reads a clock.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# How long a rank may take to write its state after a failure.
+# Time for a rank to write its state after a failure.
 ANSWER_S = 2.0
 # After a rank raised, the others may take so long to reach the next vote: their call may still be running. A call that
 # waits for the rank that raised never ends.
 GRACE_S = 5.0
-# How long the slowest rank may take to leave after the last vote.
+# Time for the slowest rank to leave after the last vote.
 FAREWELL_S = 10.0
 # A killed launcher may close its store's socket a moment after its ranks get the signal.
 STORE_CLOSING_S = 0.3

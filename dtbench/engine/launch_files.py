@@ -19,7 +19,7 @@ _RequestT = TypeVar("_RequestT")
 
 
 class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of ranks. Ranks of our launcher read it instead of parsing the command line.
+    """The spec of a launch. Ranks of our launcher read it instead of parsing the command line.
 
     Attributes:
         command: the command whose ranks these are.
@@ -73,7 +73,7 @@ class RankReport(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: str | Path) -> RankReport:
-        """Returns the report at `path`; an empty report if there is none."""
+        """Returns the report at `path`; an empty report if the file is missing."""
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
         except (OSError, ValueError, msgspec.MsgspecError):

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 JOIN_TIMEOUT = "DTBENCH_JOIN_TIMEOUT"  # seconds
 # Thousands of ranks that load torch from one file system need minutes.
 _JOIN_TIMEOUT_S = 300.0
-# How long a rank waits for the others before it prints which are missing. Our launcher ends a start with a dead rank.
+# After so long, a rank prints which other ranks are missing. Our launcher ends a start with a dead rank.
 _SILENT_WAIT_S, _SILENT_WAIT_OF_OURS_S = 5.0, 60.0
 _RETRY_S = 0.2
 _MAX_NAMED_RANKS = 8

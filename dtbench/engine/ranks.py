@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _V = TypeVar("_V")
 _D = TypeVar("_D")
 SIMULATED_RANKS = 8
-# How long a probe waits for a dying server to drop the connection.
+# Time for a dying server to drop the connection of a probe.
 _PROBE_S = 0.2
 # The failure detector fires at the case's timeout and names what hangs. The group's own timeout comes later.
 GROUP_GRACE_S = 30.0

@@ -82,15 +82,15 @@ def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
     spread = [math.log(quantile(points[s], 0.75) / t) for s, t in zip(sizes, times, strict=True)]
     new_sizes: dict[int, float] = {}
     for middle in range(1, len(sizes) - 1):
-        left, right = middle - 1, middle + 1
-        share = (sizes[middle] - sizes[left]) / (sizes[right] - sizes[left])
-        parts = (1 - share) * times[left], share * times[right]
+        previous, following = middle - 1, middle + 1
+        share = (sizes[middle] - sizes[previous]) / (sizes[following] - sizes[previous])
+        parts = (1 - share) * times[previous], share * times[following]
         miss = abs(math.log(times[middle] / sum(parts)))
         weights = [part / sum(parts) for part in parts]
-        noise = math.hypot(spread[middle], weights[0] * spread[left], weights[1] * spread[right])
+        noise = math.hypot(spread[middle], weights[0] * spread[previous], weights[1] * spread[following])
         if miss <= max(MISS, noise):
             continue
-        for low, high in ((sizes[left], sizes[middle]), (sizes[middle], sizes[right])):
+        for low, high in ((sizes[previous], sizes[middle]), (sizes[middle], sizes[following])):
             if high / low >= MIN_STEP:
                 size = round(math.sqrt(low * high))
                 new_sizes[size] = new_sizes.get(size, 0.0) + miss

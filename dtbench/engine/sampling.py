@@ -1,11 +1,11 @@
-"""How one case is timed on all ranks together: the adaptive schedule of the measuring loop, and its votes.
+"""Times a case on all ranks together: the adaptive schedule of the measuring loop, and its votes.
 
 Ranks agree on counts and failures through `RankGroup.agree`, never through the collectives that are measured: each rank
 votes, rank 0 decides, and all ranks act on the decision. So all ranks make the same number of calls, and a failure on
 one rank is known to all before the next phase.
 
 The impls of a case are sampled in turn, round by round, and each round starts with another impl. A disturbance of the
-machine then affects all impls alike.
+machine then affects all impls equally.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _ByRank = dict[str, tuple[float, ...]]  # seconds of each sample
 
 
 class RankSamples(TypedDict):
-    """What one rank measured of an impl, as it sends it to rank 0.
+    """The measurements of an impl on one rank, as sent to rank 0.
 
     Attributes:
         counters: the workload's counters.
@@ -171,8 +171,10 @@ class CollectiveSchedule(SamplingSchedule):
             except TooSlow as reason:
                 return failures | {impl: ("failed", str(reason), None) for impl in self.live}, None
 
-        own = {impl: subject.failure for impl, subject in self.live.items() if subject.failure is not None}
-        failures, decision = self.ranks.agree((own, vote), decide_all)
+        local_failures = {
+            impl: subject.failure for impl, subject in self.live.items() if subject.failure is not None
+        }
+        failures, decision = self.ranks.agree((local_failures, vote), decide_all)
         self._active_case.failure = self._active_case.failed_impl = None
         self._remove_failed(failures)
         if self._failed:
@@ -424,7 +426,9 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
             collective arrived last.
         arrival_error_s: the uncertainty of a rank's arrival, if clocks had to be compared.
     """
-    samples = {rank: own["samples"] for rank, own in enumerate(by_rank) if own["samples"] is not None}
+    samples = {
+        rank: measured["samples"] for rank, measured in enumerate(by_rank) if measured["samples"] is not None
+    }
     if not samples:
         return ImplOutcome("failed", "no rank takes part in it: expected `participates` on at least one rank")
     complete = [i for i, row in enumerate(zip(*samples.values(), strict=True)) if None not in row]
@@ -442,7 +446,9 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
         error_ns = max(by_rank[rank]["error_ns"] + (by_rank[rank]["offset"] or [0, 0])[1] for rank in samples)
         if rank_arrivals_s and error_ns:
             counters["arrival_error_s"] = error_ns * 1e-9 / calls
-    throttled = {rank: own["throttled"] for rank, own in enumerate(by_rank) if own["throttled"]}
+    throttled = {
+        rank: measured["throttled"] for rank, measured in enumerate(by_rank) if measured["throttled"]
+    }
     if throttled:
         counters["throttled"] = 1.0
     reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
@@ -452,12 +458,12 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
 
 def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: int) -> _ByRank:
     """Returns how late each rank began these rounds, seconds per call; empty if a clock lacks a reading."""
-    starts = {rank: [own["started"][i] for i in rounds] for rank, own in by_rank.items()}
+    starts = {rank: [measured["started"][i] for i in rounds] for rank, measured in by_rank.items()}
     started_ns = {rank: [ns for ns in times if ns is not None] for rank, times in starts.items()}
     if any(len(times) < len(rounds) for times in started_ns.values()):
         return {}
-    kernels = {rank: own["kernel"] for rank, own in by_rank.items()}
-    offsets = {rank: Offset(*own["offset"]) for rank, own in by_rank.items() if own["offset"]}
+    kernels = {rank: measured["kernel"] for rank, measured in by_rank.items()}
+    offsets = {rank: Offset(*measured["offset"]) for rank, measured in by_rank.items() if measured["offset"]}
     late = lateness_s(started_ns, kernels, offsets)
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}

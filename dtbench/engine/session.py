@@ -294,8 +294,8 @@ def _print_findings(request: RunRequest, path: Path) -> None:
     name = ", ".join(request.suites) if request.brief else path  # a brief run's file is temporary
     lines.append(f"{name}: {format_status_counts(run.results)}")
     if request.save_baseline is not None:
-        kept = baselines.save(path, request.save_baseline)
-        lines.append(f"kept as the baseline {request.save_baseline}: {kept}")
+        baseline_path = baselines.save(path, request.save_baseline)
+        lines.append(f"kept as the baseline {request.save_baseline}: {baseline_path}")
     for line in lines if request.brief else [*lines, *next_commands(run)]:
         print_status(line)
 

@@ -246,7 +246,9 @@ def _load_file(path: Path) -> list[Suite]:
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
     refuse_program(path)
     folder = path.resolve().parent  # first on sys.path while it loads, as with `python FILE`
-    imported = (file for other in _folders - {folder} for file in other.glob("*") if file.stem in sys.modules)
+    imported = (
+        file for loaded in _folders - {folder} for file in loaded.glob("*") if file.stem in sys.modules
+    )
     if clash := next((file for file in imported if (folder / file.name).exists()), None):
         raise UsageError(
             f"the folder of {path} has a {clash.name}, but a suite of this run has imported {clash}: "
