@@ -1,6 +1,6 @@
-"""Where a DTensor and a plain tensor share memory: a write to the one is a write to the other for autograd too.
+"""DTensors and plain tensors that share memory: a write to one is a write to the other, also for autograd.
 
-What plain torch answers with one tensor, a DTensor answers the same, or refuses: never a gradient of old values.
+DTensors give the values and gradients of plain torch, or refuse the write. They never use old values in a gradient.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ def _sharded(full: torch.Tensor | None = None) -> DTensor:
     )
 
 
-# ---- what a local tensor was lent from, or was lent to ----
+# ---- to_local and from_local ----
 
 changed = pytest.raises(RuntimeError, match="modified by an inplace operation")
 refused = pytest.raises(RuntimeError, match="is being modified inplace")
 
 
 @on_ranks(world_size=RANKS)
-def test_what_autograd_saved_and_somebody_wrote_to_is_noticed() -> None:
-    """(who saved, who is written to): each backward must notice."""
+def test_backward_pass_refuses_saved_tensors_written_to_through_shared_memory() -> None:
     x = _sharded().requires_grad_()
     y = x * 2
     local, z = y.to_local(), (y * y).sum()
@@ -50,7 +49,7 @@ def test_what_autograd_saved_and_somebody_wrote_to_is_noticed() -> None:
     with changed:
         z.backward()
 
-    kept, w = _sharded(), _sharded().requires_grad_()  # kept requires no gradient, and is saved for that of w
+    kept, w = _sharded(), _sharded().requires_grad_()  # kept is saved for the gradient of w
     z = (kept * w).sum()
     kept.to_local().add_(1)
     with changed:
@@ -70,7 +69,7 @@ def test_what_autograd_saved_and_somebody_wrote_to_is_noticed() -> None:
 
 
 @on_ranks(world_size=RANKS)
-def test_a_write_that_gradients_could_not_follow_is_refused() -> None:
+def test_writes_that_autograd_cannot_record_are_refused() -> None:
     y = _sharded().requires_grad_() * 2
     leaf = torch.ones(2, 2, requires_grad=True)
     wrapped = partial(DTensor.from_local, device_mesh=mesh_of((RANKS,)), placements=[Shard(0)])
@@ -80,7 +79,7 @@ def test_a_write_that_gradients_could_not_follow_is_refused() -> None:
     assert torch.equal(leaf.detach(), torch.ones(2, 2))
 
 
-# Writes that come to the same on every row.
+# Writes that do the same to every row.
 WRITTEN: dict[str, Callable[[Any], Any]] = {
     "whole": lambda d: d.mul_(3),
     "a column": lambda d: d[:, :1].mul_(3),
@@ -96,8 +95,10 @@ WRITTEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("of_view", [False, True])
 @on_ranks(world_size=RANKS)
-def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_view: bool) -> None:
-    """Values and gradients where the result or the input is used after the write, and the memory that they share."""
+def test_write_to_a_result_of_from_local_gives_values_and_gradients_of_plain_tensors(
+    name: str, of_view: bool
+) -> None:
+    """Uses the result, or the input, after the write."""
     for used, placement in (("result", Shard(0)), ("result", Replicate()), ("input", Shard(0))):
         # A second write would spoil what relu saved of the first, in plain torch too.
         for times in (1, 2) if used == "input" and name != "relu_" else (1,):
@@ -116,15 +117,15 @@ def test_a_result_of_from_local_is_written_like_a_plain_tensor(name: str, of_vie
 
 
 @on_ranks(world_size=RANKS)
-def test_the_base_of_what_from_local_was_given_is_written_with_its_result() -> None:
+def test_write_to_a_result_of_from_local_reaches_the_base_of_its_argument() -> None:
     leaf, plain = (torch.ones(3, 3).requires_grad_() for _ in range(2))
     y, expected = leaf * 2, plain * 2
-    DTensor.from_local(y[1:], mesh_of((RANKS,)), [Shard(0)]).mul_(3)  # of which nobody holds on to the view
+    DTensor.from_local(y[1:], mesh_of((RANKS,)), [Shard(0)]).mul_(3)  # the view y[1:] is not kept
     row = y[:1]
     DTensor.from_local(row, mesh_of((RANKS,)), [Shard(0)]).mul_(5)
     expected[1:].mul_(3)
     expected[:1].mul_(5)
-    with torch.no_grad():  # which autograd does not hear of
+    with torch.no_grad():
         DTensor.from_local(y, mesh_of((RANKS,)), [Shard(0)]).mul_(7)
         expected.mul_(7)
     y.sum().backward()
@@ -134,8 +135,7 @@ def test_the_base_of_what_from_local_was_given_is_written_with_its_result() -> N
 
 
 @on_ranks(world_size=RANKS)
-def test_writes_reach_who_shares_the_memory() -> None:
-    """Writes without autograd reach whoever shares the memory, as between views of a plain tensor."""
+def test_writes_without_autograd_reach_tensors_that_share_memory() -> None:
     x = _sharded()
     x.to_local().mul_(2)
     part = torch.ones(2, 2, dtype=torch.float64)
@@ -143,13 +143,13 @@ def test_writes_reach_who_shares_the_memory() -> None:
     same = _sharded()
     same.redistribute(placements=[Shard(0)]).mul_(3)
     whole = distribute_tensor(_x(), mesh_of((RANKS,)), [Replicate()], src_data_rank=None)
-    whole.full_tensor().mul_(7)  # nobody else's
+    whole.full_tensor().mul_(7)  # shares memory with no other tensor
     assert torch.equal(x.full_tensor(), 2 * _x()) and torch.equal(part, torch.full_like(part, 5))
     assert torch.equal(same.full_tensor(), 3 * _x()) and torch.equal(whole.full_tensor(), _x())
 
 
 def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
-    """Parameters that are windows on one flat tensor, on whole rows of another, and one that takes other memory."""
+    """Makes parameters views of other tensors by `.data` and `set_`, and returns all of them after writes."""
     flat, x = put(torch.arange(9.0)), put(_x().float())
     a, b, c, d = (nn.Parameter(put(torch.ones(3))) for _ in range(4))
     a.data, b.data, c.data = flat[:6].view(3, 2), x, x[1:3]
@@ -165,7 +165,7 @@ def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
     c.data.zero_()
     twin = copy.deepcopy(d)
     assert isinstance(twin, nn.Parameter) and twin.requires_grad
-    twin.data.add_(1)  # nobody else's
+    twin.data.add_(1)  # a deep copy shares no memory
     return [
         *read,
         twin.detach(),
@@ -178,7 +178,7 @@ def _assigned(put: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
 
 
 @on_ranks(world_size=RANKS)
-def test_what_is_assigned_to_data_shares_its_memory() -> None:
+def test_tensor_shares_memory_with_a_tensor_assigned_to_its_data() -> None:
     for placed in (Shard(0), Replicate()):
         put = partial(
             distribute_tensor, device_mesh=mesh_of((RANKS,)), placements=[placed], src_data_rank=None
@@ -189,8 +189,8 @@ def test_what_is_assigned_to_data_shares_its_memory() -> None:
 
 
 @on_ranks(world_size=RANKS)
-def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
-    """Which memory is used again differs from rank to rank: one that saw a view of it there would gather it alone."""
+def test_tensor_in_reused_memory_is_no_view_of_a_freed_tensor() -> None:
+    """Ranks reuse different memory. A rank that took a new tensor for a view would gather it alone."""
     x, kept = _sharded(torch.ones(1, 4)), []
     for _ in range(30):
         squeezed = (x + 1).squeeze_(0)  # the sharded dim is gathered, and what it held before is free
@@ -203,7 +203,7 @@ def test_memory_that_is_used_again_is_not_taken_for_what_was_there() -> None:
 
 
 @on_ranks(world_size=RANKS)
-def test_tools_see_what_ops_run_and_send() -> None:
+def test_debug_modes_show_ops_and_collectives() -> None:
     x = _sharded().requires_grad_()
     with DebugMode() as seen:
         x.softmax(0)

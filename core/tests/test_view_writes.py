@@ -1,6 +1,6 @@
 """In-place writes through views that cut a sharded dim: the base, its shards and its other views show them.
 
-Each program runs on a plain tensor too; a DTensor answers alike, on shards of any length.
+Each program also runs on a plain tensor, and the values are compared, on shards of any length.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _x() -> torch.Tensor:
     return torch.arange(1.0, 36.0, dtype=torch.float64).view(SHAPE)
 
 
-def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dict[str, str]:
-    """What went wrong, by program."""
+def _errors_by_program(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dict[str, str]:
+    """Returns the error of each program that failed."""
     mesh, replicated = mesh_of(sizes), [Replicate()] * len(sizes)
     wrong: dict[str, str] = {}
     for name, program in PROGRAMS.items():
@@ -135,7 +135,7 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
                 pairs.append((got, wanted))
             for mine, theirs in pairs:
                 torch.testing.assert_close(full(mine).detach(), theirs.detach())
-        except Exception as error:  # every program is tried
+        except Exception as error:  # so that all programs run
             wrong[name] = f"{type(error).__name__}: {str(error)[:300]}"
     return wrong
 
@@ -143,8 +143,10 @@ def _wrong(sizes: tuple[int, ...], placements: Placements, *, grad: bool) -> dic
 @pytest.mark.filterwarnings("ignore:no sharding rule covers")
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_writes_to_a_part_of_a_sharded_dim(ranks: ThreadWorlds, mesh: str, grad: bool) -> None:
-    for wrong in ranks(_wrong, *MESHES[mesh], grad=grad):
+def test_write_through_a_view_of_a_sharded_dim_reaches_base_shards_and_views(
+    ranks: ThreadWorlds, mesh: str, grad: bool
+) -> None:
+    for wrong in ranks(_errors_by_program, *MESHES[mesh], grad=grad):
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
@@ -156,12 +158,12 @@ def _in_turn_uncounted() -> None:
         torch.testing.assert_close(x.full_tensor(), plain)
 
 
-def test_views_show_writes_that_torch_does_not_count(gloo_ranks: Worlds) -> None:
-    # On threads, which share learnt calls, one rank may read such a view, and so gather it, more often than another.
+def test_views_of_inference_tensors_show_writes_to_their_base(gloo_ranks: Worlds) -> None:
+    # Ranks in threads share learnt calls, so one may read, and gather, such a view more often than another.
     gloo_ranks(_in_turn_uncounted)
 
 
-def test_simulated_ranks_refuse_what_real_ones_store() -> None:
+def test_simulated_ranks_refuse_writes_through_copied_views() -> None:
     LocalWorlds()(_refused_in_simulation)
 
 
