@@ -1,6 +1,6 @@
-"""dtbench from Python: measure, read, compare, calibrate and report, in a program or a notebook.
+"""The Python API: measure, read, compare, calibrate and report, in a program or a notebook.
 
-`import dtbench` offers these by name and loads neither torch nor pandas until one that needs it is called.
+`import dtbench` provides these functions. It imports neither torch nor pandas until a function needs them.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 Function = Callable[[], object]
 _calls = itertools.count()
-# A sample of a function: long against reading the clock and against what a cold first call costs, some 5 us, and short
-# enough for a hundred of them.
+# Duration of one sample of a function, seconds: long compared with a clock read and a cold first call (about 5 us), and
+# short enough for a hundred samples.
 SAMPLE_S = 2e-3
-# Seconds of samples of each function, and how many at least; slow ones take longer than that.
+# Seconds of sampling per function, and the least and largest number of samples; slow functions take longer.
 SAMPLES_S, FEWEST, MOST = 0.25, 10, 100
-# Half of the samples within this share of the median, or the figure is called scattered; torch.utils.benchmark warns
-# from the same 10 % on (`Measurement.meets_confidence`).
+# A time is called scattered if the interquartile range exceeds this share of the median. torch.utils.benchmark warns
+# at the same 10 % (`Measurement.meets_confidence`).
 SCATTERED = 0.10
 
 
 @dataclasses.dataclass(frozen=True)
 class Results(Run):
-    """A run, which `print` and a notebook show as a table."""
+    """A run that prints as a table, also in a notebook."""
 
     def __repr__(self) -> str:
         from dtbench.engine.progress import format_status_counts
@@ -59,14 +59,15 @@ class Results(Run):
         return tables_of(self)
 
     def plot(self, suite: str | None = None, *, y: str = "time", ax: Axes | None = None) -> Axes:
-        """Draws a suite with matplotlib: curves over size where it sweeps one, else a row per case, with a
-        point per implementation.
+        """Plots a suite: curves over size if it sweeps sizes, else one row per case with a point per implementation.
 
-        suite: which one, where there are several. y: time, up to the samples' upper quartile, algbw or busbw. ax: where
-        to draw; None makes a figure.
+        Args:
+            suite: name of the suite; required if the run has several.
+            y: "time" (with the samples' upper quartile), "algbw" or "busbw".
+            ax: axes to draw on; None makes a figure.
 
         Raises:
-            UsageError: nothing to draw, or several suites and none chosen.
+            UsageError: there is nothing to plot, or several suites and none is chosen.
         """
         from dtbench.reporting.plot import plot
 
@@ -82,13 +83,13 @@ class Results(Run):
         if frame["busbw_Bps"].notna().any():
             frame["busbw"] = [format_bandwidth(r.busbw_Bps) for r in self.results]
         params = [name for name in frame.columns if name.startswith(PARAM)]
-        kept = ["suite", "name", "impl", *params, "status", "time", "spread", "busbw", "reason"]
-        shown = frame[[name for name in kept if name in frame]].dropna(axis="columns", how="all")
+        columns = ["suite", "name", "impl", *params, "status", "time", "spread", "busbw", "reason"]
+        shown = frame[[name for name in columns if name in frame]].dropna(axis="columns", how="all")
         return str(shown.to_html(index=False, max_rows=60, na_rep=""))
 
 
 def run(
-    what: str | Path | Suite | Function | Mapping[str, Function] | Sequence[str | Path],
+    target: str | Path | Suite | Function | Mapping[str, Function] | Sequence[str | Path],
     *,
     nproc: int | None = None,
     output: str | Path | None = None,
@@ -99,69 +100,78 @@ def run(
 ) -> Results:
     """Measures suites or functions.
 
-    what: names of suites or paths of suite files: measured in `nproc` ranks of their own, as `dtbench run` does.
-        A function without arguments, or several by name, which are sampled in turn, a sample being as many calls as
-        last 2 ms, their mean; or a `Suite`: measured in this process. Where torch.distributed is initialised, all
-        ranks of its default group have to make this call, and all of them get the results.
-    output: the run file to write; without it the results are in memory only.
-    progress: show how far it is, in one line that is renewed.
-    clock: what a function's time is: "host", of the calling thread alone; "device", of the work it starts.
-    timeout_s: of each case, seconds.
-    options: of suites by name: those of `dtbench run`, such as mesh="dp=2,tp=2", size="1KiB:1MiB:4x",
-        impl="core", quick=True, launches=5.
+    Suites given by name or file run on `nproc` ranks of their own, like `dtbench run`. Functions and `Suite` objects
+    run in this process. If torch.distributed is initialised, all ranks of the default group must make this call, and
+    all receive the results. Several functions are sampled in turns; a sample is the mean of as many calls as take 2 ms.
+
+    Args:
+        target: names of suites, paths of suite files, a `Suite`, a function without arguments, or a mapping of names to
+            functions.
+        nproc: number of ranks to start, for suites given by name or file.
+        output: run file to write; None keeps the results in memory.
+        progress: whether to show a progress line.
+        clock: for functions: "host" times the calling thread, "device" the work that it starts.
+        timeout_s: limit per case, seconds.
+        options: for suites given by name or file: options of `dtbench run`, e.g. mesh="dp=2,tp=2",
+            size="1KiB:1MiB:4x", impl="core", quick=True, launches=5.
 
     Raises:
-        UsageError: options that cannot be followed. OutputError: `output` exists or cannot be written.
+        UsageError: invalid options.
+        OutputError: `output` exists or cannot be written.
         WorldBrokenError: ranks were lost before anything was measured; or a call raised on this rank of a process
-            group, and the others, which may wait for it in a collective, did not come within `timeout_s`.
+            group, and the other ranks did not arrive within `timeout_s`.
     """
-    if isinstance(what, (str, Path)) or (isinstance(what, Sequence) and what):
-        names = [what] if isinstance(what, (str, Path)) else what
+    if isinstance(target, (str, Path)) or (isinstance(target, Sequence) and target):
+        names = [target] if isinstance(target, (str, Path)) else target
         options = {"nproc": nproc, "timeout": timeout_s, **options}
         return _run_in_ranks([str(name) for name in names], options, output, progress)
     if nproc is not None or options:
         words = ", ".join([*(["nproc"] if nproc is not None else []), *options])
         raise UsageError(
-            f"{words}: for suites by name or file; functions and suites given as objects are measured in this process, "
-            "or in the ranks of its process group"
+            f"{words}: only for suites given by name or file; functions and Suite objects run in this "
+            "process, or on the ranks of its process group"
         )
-    if isinstance(what, Suite):
-        return _run_here(what, output, progress, timeout_s)
-    return _run_here(_suite_of(what, clock), output, progress, timeout_s, functions=True)
+    if isinstance(target, Suite):
+        return _run_here(target, output, progress, timeout_s)
+    return _run_here(_suite_of(target, clock), output, progress, timeout_s, functions=True)
 
 
 def load(path: str | Path) -> Results:
     """Reads a run file.
 
     Raises:
-        UnreadableRunError: it is none.
+        UnreadableRunError: it is not a run file.
     """
     from dtbench.records.run import read_run
 
     return Results(**vars(read_run(path)))
 
 
-def compare(base: Runs, new: Runs) -> Comparison:
-    """What became slower or faster from `base` to `new`, as `dtbench compare` judges.
+def compare(base: Runs, head: Runs) -> Comparison:
+    """Compares `head` with `base`, like `dtbench compare`.
 
-    base, new: a run, the path of a run file, or several of either, whose launches then count together.
+    Args:
+        base: a run, the path of a run file, or several of these, whose launches are pooled.
+        head: the same.
 
     Raises:
-        UnreadableRunError: a file that is no run.
+        UnreadableRunError: a file is not a run.
     """
     from dtbench.comparison.compare_runs import compare_runs
     from dtbench.stats.frame import as_runs
 
-    return compare_runs(as_runs(base), as_runs(new))
+    return compare_runs(as_runs(base), as_runs(head))
 
 
 def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopology:
     """Fits the cost model to runs of the suites `collectives` and `redistribute`.
 
-    output: the topology file to write, if any.
+    Args:
+        runs: a run, the path of a run file, or several of these.
+        output: topology file to write.
 
     Raises:
-        UsageError: no usable results, or runs that are not of one machine, mesh and backend.
+        UsageError: there are no usable results, or the runs differ in machine, mesh or backend.
         OutputError: the file cannot be written.
     """
     from dtbench.cost import calibration
@@ -175,26 +185,31 @@ def calibrate(runs: Runs, output: str | Path | None = None) -> CalibratedTopolog
 
 
 def report(
-    of: Run | str | Path | Iterable[Run | str | Path],
+    results: Run | str | Path | Iterable[Run | str | Path],
     output: str | Path,
     *,
     base: Runs = (),
     topology: str | Path | None = None,
 ) -> Path:
-    """Writes one HTML page of what was measured; its path.
+    """Writes an HTML page of results. Returns its path.
 
-    of: runs, or paths of what `dtbench report` takes: run files, topologies, the JSON of a gate, profiles.
-    base: what to compare the runs with.
+    Args:
+        results: runs, or paths of files that `dtbench report` accepts: run files, topologies, the JSON of a gate,
+            profiles.
+        output: page to write.
+        base: runs to compare with.
+        topology: topology file.
 
     Raises:
-        UnreadableRunError: a file that is none of these. OutputError: the page cannot be written.
+        UnreadableRunError: a file is of another kind.
+        OutputError: the page cannot be written.
     """
     from dtbench.reporting.html import gather, write_report
     from dtbench.stats.frame import as_runs
 
-    several = [of] if isinstance(of, (Run, str, Path)) else list(of)
-    runs = [one for one in several if isinstance(one, Run)]
-    paths = [Path(one) for one in several if not isinstance(one, Run)]
+    several = [results] if isinstance(results, (Run, str, Path)) else list(results)
+    runs = [source for source in several if isinstance(source, Run)]
+    paths = [Path(source) for source in several if not isinstance(source, Run)]
     sources = gather(paths, (), None if topology is None else Path(topology))
     sources = dataclasses.replace(sources, runs=(*runs, *sources.runs), baseline=tuple(as_runs(base)))
     write_report(sources, Path(output))
@@ -208,12 +223,12 @@ def _run_in_ranks(
 
     if find_rank_env() is not None:
         raise UsageError(
-            "this process is a rank itself: give functions or a Suite, which are measured in its process group, or "
-            "start `dtbench run` under the launcher"
+            "this process is a rank of a launcher: give functions or a Suite, which run in its process group, or "
+            "start `dtbench run` with the launcher"
         )
     with tempfile.TemporaryDirectory(prefix="dtbench-") as folder:
         path = Path(folder) / "run.jsonl" if output is None else Path(output)
-        code, last = _follow([*_words(names, options), "-o", str(path)], progress)
+        code, last = _follow([*_command_words(names, options), "-o", str(path)], progress)
         if code not in (EXIT_OK, EXIT_CASE_FAILED) or not path.is_file():
             message = last.removeprefix("dtbench: ")
             error = UsageError(message) if code == UsageError.exit_code else DtbenchError(message)
@@ -222,8 +237,8 @@ def _run_in_ranks(
         return load(path)
 
 
-def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
-    """The command line: names of options as Python spells them, switches as True or False."""
+def _command_words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
+    """Returns the command line of options given as Python arguments; flags are True or False."""
     words = ["run", *names]
     for name, value in options.items():
         dashed = name.replace("_", "-")
@@ -235,8 +250,10 @@ def _words(names: Sequence[str], options: Mapping[str, object]) -> list[str]:
 
 
 def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
-    """Runs dtbench in a process of its own and shows its lines, each in place of the one before; the exit code and
-    the last line. An interrupt is handed on, so that what was measured is kept."""
+    """Runs dtbench as a child process and shows its output in one progress line.
+
+    Forwards an interrupt, so that results are kept. Returns the exit code and the last line.
+    """
     from dtbench.engine.progress import ProgressLine
 
     last, line, errors = "", ProgressLine(progress), []
@@ -247,14 +264,14 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interrupt of the terminal reaches it through us
+        start_new_session=True,  # an interrupt of the terminal is forwarded below
     ) as process:
         assert process.stdout is not None
         try:
             for text in process.stdout:
                 last = text.rstrip() or last
                 if last.startswith("dtbench: "):
-                    errors.append(last)  # what ends the run is raised; to show it too would be twice
+                    errors.append(last)  # raised by the caller if it ended the run
                 else:
                     line.show(last)
         except KeyboardInterrupt:
@@ -268,11 +285,11 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     return code, last
 
 
-def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
-    functions = what if isinstance(what, Mapping) else {getattr(what, "__name__", "function"): what}
+def _suite_of(target: object, clock: Literal["host", "device"]) -> Suite:
+    functions = target if isinstance(target, Mapping) else {getattr(target, "__name__", "function"): target}
     wrong = [name for name, function in functions.items() if not callable(function)]
     if wrong or not functions:
-        subject = wrong[0] if isinstance(what, Mapping) and wrong else what
+        subject = wrong[0] if isinstance(target, Mapping) and wrong else target
         raise UsageError(
             f"{subject!r:.80} cannot be measured: expected the name or file of a suite, a Suite, a "
             f"function without arguments, or a mapping of names to such functions"
@@ -283,7 +300,7 @@ def _suite_of(what: object, clock: Literal["host", "device"]) -> Suite:
     }
     name = next(iter(build)) if len(build) == 1 else "functions"
     cases = [Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)]
-    return Suite("functions", lambda _plan: iter(cases), "ranks", "functions of a program")
+    return Suite("functions", lambda _options: iter(cases), "ranks", "functions of a program")
 
 
 def _run_here(
@@ -302,53 +319,59 @@ def _run_here(
         if output is not None and ranks.rank == 0:
             refuse_taken(Path(output))
         device = world.device
-        plan = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
+        run_options = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
         infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
         header = build_header(
-            argv=[], options=plan, suites=[suite.name], mesh=plan.mesh, ranks=infos, backend=None, launches=1
+            argv=[],
+            options=run_options,
+            suites=[suite.name],
+            mesh=run_options.mesh,
+            ranks=infos,
+            backend=None,
+            launches=1,
         )
         line = ProgressLine(progress and ranks.rank == 0)
-        of_functions = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
-        budget = of_functions if functions else default_budget(suite.world, quick=False)
+        function_budget = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
+        budget = function_budget if functions else default_budget(suite.world, quick=False)
         tools = make_instruments(device, barrier=barrier, budget=budget)
 
-        tasks = list_tasks([suite], plan)
+        tasks = list_tasks([suite], run_options)
         try:
             for result in measure_tasks(
                 tasks, world, ranks, tools, launch=0, timeout_s=timeout_s, active_case=ActiveCase()
             ):
-                results.append(_with_doubts(result) if functions else result)
+                results.append(_with_warnings(result) if functions else result)
                 line.show(format_result(results[-1]))
         finally:
             line.close()
         return _shared(header, results, ranks, output)
 
 
-def _with_doubts(result: Result) -> Result:
-    """With a warning where the samples of a function are few or scattered, and torch's threads as a counter."""
+def _with_warnings(result: Result) -> Result:
+    """Adds a warning if the samples are few or scattered, and the number of torch's threads as a counter."""
     import msgspec
     import torch
 
     counters = {**result.counters, "threads": torch.get_num_threads()}
-    doubts = [result.reason] if result.reason else []
+    warnings = [result.reason] if result.reason else []
     if result.status == "ok" and (time_s := result.time_s) is not None:
         if time_s.n < FEWEST:
-            doubts.append(f"only {time_s.n} samples, expected {FEWEST}: give it a larger timeout_s")
+            warnings.append(f"only {time_s.n} samples, expected {FEWEST}: give it a larger timeout_s")
         spread = (time_s.p75 - time_s.p25) / time_s.median if time_s.median else 0.0
         if spread > SCATTERED:
-            doubts.append(
+            warnings.append(
                 f"scattered: half of the samples span {spread:.0%} of the median; the load is {os.getloadavg()[0]:.1f} "
                 f"on {os.cpu_count()} cores, and torch has {counters['threads']} threads: wait until the machine is "
                 "quiet, or call torch.set_num_threads(1)"
             )
-    return msgspec.structs.replace(result, counters=counters, reason="; ".join(doubts))
+    return msgspec.structs.replace(result, counters=counters, reason="; ".join(warnings))
 
 
 def _shared(
     header: Header, results: Sequence[Result], ranks: RankGroup, output: str | Path | None
 ) -> Results:
-    """Rank 0's results on every rank, and in the file."""
+    """Returns rank 0's results on every rank, and writes them to the file."""
     import msgspec
 
     from dtbench.records.read import into
@@ -367,8 +390,7 @@ def _shared(
 
 @contextlib.contextmanager
 def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGroup, Callable[[], None]]]:
-    """The world of this process, the votes of its ranks and their barrier: of the process group that is there, else
-    of this rank alone."""
+    """Yields the world, rank group and barrier: of the existing process group, or of this rank alone."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -384,18 +406,18 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
     from dtbench.machine.device import gpus
     from dtbench.suite.mesh import default_mesh
 
-    there = dist.is_initialized()
-    on_gpu = gpus().count() and (not there or "nccl" in dist.get_backend())
+    is_initialized = dist.is_initialized()
+    on_gpu = gpus().count() and (not is_initialized or "nccl" in dist.get_backend())
     device = gpus().current() if on_gpu else torch.device("cpu")
     if suite.world == "simulated":
-        if there:
+        if is_initialized:
             raise UsageError(
                 f"{suite.name} simulates a process group, but this process has one: call "
-                f"torch.distributed.destroy_process_group() before, or give the suite's name"
+                f"torch.distributed.destroy_process_group() first, or give the suite by name"
             )
         with simulated_world(device) as world:
             yield world, AloneRanks(), lambda: None
-    elif there:
+    elif is_initialized:
         size, rank = dist.get_world_size(), dist.get_rank()
         store = PrefixStore(f"dtbench/{next(_calls)}", dist.distributed_c10d._get_default_store())
         ranks: RankGroup = StoreRanks(store, rank, size, None, timedelta(seconds=timeout_s))

@@ -20,9 +20,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Silences the output of all ranks but rank 0."""
-    from dtbench.pytest_plugin import silence_others
+    from dtbench.pytest_plugin import silence_other_ranks
 
-    silence_others(session.config)
+    silence_other_ranks(session.config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("base", type=options.FILE, metavar="BASE")
-@click.argument("new", required=False, type=options.FILE)
+@click.argument("head", required=False, type=options.FILE)
 @click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
 @click.option("--all", "with_all", is_flag=True, help="With --reference: every ratio, too.")
@@ -24,46 +24,46 @@ if TYPE_CHECKING:
 @options.EXPORT
 def compare_command(
     base: Path,
-    new: Path | None,
+    head: Path | None,
     reference: bool,
     system: str | None,
     with_all: bool,
     as_json: bool,
     exports: options.Exports,
 ) -> int:
-    """What became slower or faster from BASE to NEW. Exit code 1 if anything became slower.
+    """Compares HEAD with BASE. Exit code 1 if any case became slower.
 
-    3 where it cannot be told: too few launches, or machines that differ in hardware, ranks or threads.
+    Exit code 3 if the result is inconclusive: too few launches, or different hardware, ranks or threads.
 
-    BASE is a run file, or the name of a baseline that `dtbench run --save-baseline` has kept.
+    BASE is a run file, or the name of a baseline of `dtbench run --save-baseline`.
 
-    With --reference, whether BASE has the bus bandwidths that were published of the same GPUs, ranks and hosts, from
-    64 MiB on: exit code 1 where they are low, 3 where it cannot be told, 4 without a reference.
+    With --reference, compares the bus bandwidths of BASE from 64 MiB on with those published for the same GPUs, ranks
+    and hosts: exit code 1 if they are lower, 3 if inconclusive, 4 without a reference.
 
     \b
     Examples:
-      dtbench compare before.jsonl after.jsonl
+      dtbench compare base.jsonl head.jsonl
       dtbench compare run.jsonl --reference --system 8xA100-SXM4-40GB
     """
     from dtbench.records.run import read_run
 
-    if reference == (new is not None):
-        raise click.UsageError("give BASE and NEW, or --reference and one run")
-    if new is None:
+    if reference == (head is not None):
+        raise click.UsageError("give BASE and HEAD, or --reference and one run")
+    if head is None:
         if exports:
             raise click.UsageError(
-                "--export writes the times of NEW: give BASE and NEW, or use `dtbench show`"
+                "--export writes the times of HEAD: give BASE and HEAD, or use `dtbench show`"
             )
         return _compare_with_reference(base, system, with_all, as_json)
     if system is not None or with_all:
-        raise click.UsageError(f"{'--all' if with_all else '--system'} goes with --reference")
+        raise click.UsageError(f"{'--all' if with_all else '--system'} requires --reference")
     from dtbench.comparison.compare_runs import compare_runs
     from dtbench.comparison.run_comparison import print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
     base = base if base.exists() else baselines.find(base)
-    comparison = compare_runs(*([read_run(path, with_samples=False)] for path in (base, new)))
+    comparison = compare_runs(*([read_run(path, with_samples=False)] for path in (base, head)))
     print_comparison(comparison, as_json)
     if exports:
         write_exports(comparison.points, exports)
@@ -89,8 +89,10 @@ def _compare_with_reference(run: Path, system: str | None, with_all: bool, as_js
 
 
 def public_systems() -> Iterator[System]:
-    """The reference systems, then each machine of `dtbench plan` that has collectives of its own, as one system for
-    each number of ranks."""
+    """Yields the reference systems, then the machines of `dtbench plan` with published collectives.
+
+    Each number of ranks of a machine is a system.
+    """
     from msgspec.structs import replace
 
     from dtbench.comparison.references import PublishedCollective, System, read_systems
@@ -98,16 +100,18 @@ def public_systems() -> Iterator[System]:
     from dtbench.grouping import group_by
 
     yield from read_systems()
-    # Those that another stands in for, or that differ by software, hold nothing new.
+    # Machines without measurements of their own, or with another version of software, add nothing.
     machines = [m for m in map(find_machine, built_in()) if m.collectives and not m.stands_in]
     for machine, *_ in group_by(machines, lambda m: m.source).values():
         gpu = (machine.name.rpartition("-")[0] or machine.name).replace("-", " ").upper()
         tables = machine.all_collectives
         for ranks in sorted({ranks for table in tables.values() for ranks in table}, key=int):
             collectives = {
-                name: PublishedCollective(tuple((int(size), us) for size, us in of[ranks]), machine.source)
-                for name, of in tables.items()
-                if ranks in of
+                name: PublishedCollective(
+                    tuple((int(size), us) for size, us in by_ranks[ranks]), machine.source
+                )
+                for name, by_ranks in tables.items()
+                if ranks in by_ranks
             }
             system = System(
                 name=f"{ranks}x{machine.name}",
@@ -117,7 +121,7 @@ def public_systems() -> Iterator[System]:
                 link="PCIe",
                 collectives=collectives,
             )
-            sizes = [(name, size) for name, of in collectives.items() for size, _ in of.points]
+            sizes = [(name, size) for name, published in collectives.items() for size, _ in published.points]
             # PCIe 5.0 carries 64 GB/s in each direction.
-            is_faster = max(system.busbw(*at) or 0.0 for at in sizes) > 64e9
+            is_faster = max(system.busbw(*point) or 0.0 for point in sizes) > 64e9
             yield replace(system, link="NVLink") if is_faster else system

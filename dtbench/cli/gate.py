@@ -26,9 +26,9 @@ class GateCommand(options.AdvancedCommand):
     "--base",
     required=True,
     metavar="ARM",
-    help="What is compared with: rev:REVISION, python:PATH or env:A=1,B=2.",
+    help="The reference: rev:REVISION, python:PATH or env:A=1,B=2.",
 )
-@click.option("--head", required=True, metavar="ARM", help="What is judged.")
+@click.option("--head", required=True, metavar="ARM", help="The change to check.")
 @click.option(
     "--impl",
     "impls",
@@ -36,14 +36,14 @@ class GateCommand(options.AdvancedCommand):
     type=lambda text: tuple(filter(None, text.split(","))),
     default="",
     show_default="all",
-    help="Judge these implementations only, such as core.",
+    help="Compare only these implementations, such as core.",
 )
 @options.MESH
 @options.NPROC
 @options.DEVICE
 @options.SIZE
 @options.DTYPE
-@click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="At most so long: 5m, 90s.")
+@click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="Time limit: 5m, 90s.")
 @click.option(
     "--launch-timeout", "timeout_s", default=LAUNCH_TIMEOUT_S, metavar="SECONDS", help="Per launch."
 )
@@ -52,21 +52,21 @@ class GateCommand(options.AdvancedCommand):
     "--counters",
     type=click.Choice(["judge", "report"]),
     default="judge",
-    help="Whether doing more per call (Python calls, allocations, collectives) is a regression.",
+    help="Whether more operations per call (Python calls, allocations, collectives) are a regression.",
 )
-@click.option("--seed", type=int, show_default="another each time", help="Of the order of the launches.")
+@click.option("--seed", type=int, show_default="random", help="Seed of the order of launches.")
 @click.option(
     "-o",
     "--output",
     "folder",
     type=options.FILE,
     show_default="gate-TIME",
-    help="The folder to make, for gate.json, junit.xml and smaller-is-better.json, which github-action-benchmark "
-    "reads, and what launches print.",
+    help="The folder to make, for gate.json, junit.xml, smaller-is-better.json (for github-action-benchmark) "
+    "and the output of launches.",
 )
 @options.EXPORT
 @options.JSON
-@click.option("--history", type=options.FILE, help="Folder to append head's times to: `report` draws them.")
+@click.option("--history", type=options.FILE, help="Folder to append head's times to, which `report` plots.")
 def gate_command(
     words: tuple[str, ...],
     base: str,
@@ -76,15 +76,15 @@ def gate_command(
     exports: options.Exports,
     **choices: Any,
 ) -> int:
-    """Is HEAD slower than BASE? As many launches of both as it takes.
+    """Checks whether HEAD is slower than BASE, in as many launches as needed.
 
     Launches of both alternate in random order.
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of
     torch) or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
-    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or not to
-    be trusted, 4 a benchmark is in one arm only, 5 a benchmark or arm failed.
+    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or untrusted,
+    4 a benchmark is in one arm only, 5 a benchmark or arm failed.
 
     \b
     Examples:
@@ -101,7 +101,7 @@ def gate_command(
     from dtbench.records.exports import write_exports
 
     options = GateOptions(base, head, tuple(SuiteSelection(*split_target(word)) for word in words), **choices)
-    kept = None if history is None else history_file(history)
+    history_path = None if history is None else history_file(history)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
     try:
         report = gate(options, _say)
@@ -110,8 +110,12 @@ def gate_command(
         return EXIT_INTERRUPTED
     _publish(report, as_json)
     write_exports(outputs.points_of(report), exports)
-    if kept is not None:
-        _say(f"head's times are in {kept}" if append(kept, report) else f"no times to append to {kept}")
+    if history_path is not None:
+        _say(
+            f"head's times are in {history_path}"
+            if append(history_path, report)
+            else f"no times to append to {history_path}"
+        )
     return report.exit_code
 
 
@@ -120,7 +124,7 @@ def _say(text: str) -> None:
 
 
 def _publish(report: Gate, as_json: bool) -> None:
-    """The report on the terminal and, in a GitHub job, in its summary."""
+    """Prints the result and, in a GitHub job, appends it to the summary."""
     from dtbench.gate import outputs
     from dtbench.records.gate import text_of
 

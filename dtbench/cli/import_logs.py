@@ -26,7 +26,7 @@ from dtbench.suite.mesh import parse_mesh
     "--collective", metavar="NAME", help="The collective of logs that do not name it, e.g. all_reduce."
 )
 @click.option("--ranks", type=click.IntRange(1), help="The number of ranks of logs that do not state it.")
-def import_command(files: tuple[Path, ...], output: Path, **of_logs: options.Given) -> int:
+def import_command(files: tuple[Path, ...], output: Path, **of_logs: options.OptionValue) -> int:
     """Reads logs of other benchmarks into a run file.
 
     Supports nccl-tests, rccl-tests, DeepSpeed, OSU and ml-engineering; - is standard input. Each row is checked (size /

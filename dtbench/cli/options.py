@@ -19,14 +19,14 @@ from dtbench.engine.options import (
 from dtbench.suite import CHOOSABLE_IMPLS
 from dtbench.suite.mesh import parse_mesh
 
-# The value of an option on its way from click, by the parameter's name, into the struct that checks it.
-Given: TypeAlias = Any
+# The value of an option between click and the struct that validates it.
+OptionValue: TypeAlias = Any
 # Formats with the file to write in each.
 Exports: TypeAlias = tuple[tuple[str, Path], ...]
 
 
 class AdvancedCommand(click.Command):
-    """A command with many options: its help shows those of `first`, by name, and below them what few need."""
+    """A command whose help lists the options named in `first`, and the others as advanced options."""
 
     first: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ class AdvancedCommand(click.Command):
 
 
 def typed(context: click.Context) -> set[str]:
-    """The parameters that stand on the command line."""
+    """Returns the names of parameters given on the command line."""
     return {n for n in context.params if context.get_parameter_source(n) is ParameterSource.COMMANDLINE}
 
 
@@ -97,10 +97,10 @@ TIMEOUT = click.option(
 def _export(
     _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> list[tuple[str, Path]]:
-    """(format, file) of each FORMAT:FILE, found good before anything is measured."""
+    """Returns (format, file) for each FORMAT:FILE, validated before anything is measured."""
     from dtbench.records.exports import FORMATS
 
-    wanted = []
+    exports = []
     for text in texts:
         name, _, file = text.partition(":")
         if name not in FORMATS or not file:
@@ -111,8 +111,8 @@ def _export(
             raise click.BadParameter(
                 f"{text!r}: there is no folder {Path(file).parent}; make it, or name another"
             )
-        wanted.append((name, Path(file)))
-    return wanted
+        exports.append((name, Path(file)))
+    return exports
 
 
 EXPORT = click.option(

@@ -17,16 +17,16 @@ from dtbench.cli import options
     "--expect",
     type=options.FILE,
     metavar="TOPOLOGY",
-    help="What `dtbench calibrate` wrote: also name the mesh dims that are slower.",
+    help="Topology of `dtbench calibrate`: also report slower mesh dims.",
 )
 @click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="Limit of the whole check.")
 @options.JSON
-def preflight_command(expect: Path | None, as_json: bool, **choices: options.Given) -> int:
+def preflight_command(expect: Path | None, as_json: bool, **choices: options.OptionValue) -> int:
     """Finds links, hosts and ranks slower than their peers.
 
-    Pairs of ranks, the collectives of each mesh dim, computation and copies, in seconds; suspects are measured again
-    before they are reported. Joins the ranks of torchrun or srun, or starts its own. Exits with 1 where something
-    is slow, with 3 where it has no peers, and writes no files.
+    Measures pairs of ranks, collectives of each mesh dim, computation and copies within seconds. Suspects are measured
+    again before they are reported. Joins the ranks of torchrun or srun, or starts its own. Exit code 1 if something is
+    slow, 3 if something has no peers. Writes no files.
 
     \b
     Examples:

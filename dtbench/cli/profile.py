@@ -73,7 +73,7 @@ class _Profile(options.AdvancedCommand):
 @click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
 @click.pass_context
 def profile_command(
-    context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.Given
+    context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.OptionValue
 ) -> int:
     """Shows where the time of a job, or of a suite's case, goes.
 
@@ -125,7 +125,7 @@ def _is_trace_or_profile(target: str) -> bool:
 
 
 def _profile_job(
-    paths: list[Path], command: Sequence[str], folder: Path | None, **choices: options.Given
+    paths: list[Path], command: Sequence[str], folder: Path | None, **choices: options.OptionValue
 ) -> int:
     """Profiles a job, prints the result and returns the exit code."""
     from dtbench.traces.profile_job import JobRequest, print_profile, profile_job

@@ -1,7 +1,7 @@
-"""The command line: which commands there are, and how an error becomes one line and an exit code.
+"""The command line: the group of commands, and the translation of errors into one line and an exit code.
 
-A command stands in a file of this package and is imported when it is called or described. These files import
-neither torch nor what their command works with, so that `dtbench --help` is there at once.
+Each command has a file in this package, imported when the command is called or described. These files import neither
+torch nor other slow modules at the top, so that `dtbench --help` starts fast.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from dtbench.machine.limits import refuse_deleted_folder
 from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask, mask_arguments
 
-# Task -> the commands that the first screen shows for it.
+# Section of the first screen -> its commands.
 _COMMANDS = {
     "Measure": ("run", "list", "profile", "preflight", "doctor"),
     "Read results": ("show", "report", "import"),
-    "Judge": ("compare", "gate"),
+    "Compare": ("compare", "gate"),
     "Model costs": ("calibrate", "plan", "export"),
 }
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
-_HIDDEN = ("suite",)  # for suites of one's own, as their guide says
-# A command stands in a file of this package that bears its name; but these.
+_HIDDEN = ("suite",)  # described in the guide to writing suites
+# Commands whose file has another name.
 _MODULES = {"list": "run", "report": "show", "import": "import_logs"}
-_COMPLETE = "_DTBENCH_COMPLETE"  # set by a shell that asks, as click does it
-# They end with what they read: to look for garbage in it, again and again, takes as long as all their work.
+_COMPLETE = "_DTBENCH_COMPLETE"  # set by a shell for completion, named as in click
+# These commands free no large structures: garbage collection would take as long as their work.
 _READERS = {"show", "report", "compare", "calibrate"}
 
 
@@ -79,7 +79,9 @@ class _Commands(click.Group):
         for task, commands in _COMMANDS.items():
             with formatter.section(task):
                 shown = [(name, self.get_command(context, name)) for name in commands]
-                helps = [(name.ljust(column), of.get_short_help_str(80)) for name, of in shown if of]
+                helps = [
+                    (name.ljust(column), command.get_short_help_str(80)) for name, command in shown if command
+                ]
                 formatter.write_dl(helps)
 
 
@@ -107,10 +109,10 @@ def cli(context: click.Context) -> None:
 
 
 def main(invoke: Callable[[], object] | None = None) -> NoReturn:
-    """Runs the program. An error that one line explains is printed as one line, with its exit code.
+    """Runs the program and exits. A DtbenchError is printed as one line.
 
     Args:
-        invoke: returns the exit code; by default the command on the command line.
+        invoke: returns the exit code; by default runs the command line.
     """
     with clean_output():
         code = _run(invoke or _invoke)
@@ -122,7 +124,7 @@ def main(invoke: Callable[[], object] | None = None) -> NoReturn:
 def _invoke() -> object:
     if (request := os.environ.get(_COMPLETE)) is not None:
         return shell_complete(cli, {}, "dtbench", _COMPLETE, request)
-    # Not `cli.main`, which ends with 1, a regression, where a reader has gone.
+    # Not `cli.main`, whose exit code for a closed pipe is 1, the code of a regression.
     with cli.make_context("dtbench", sys.argv[1:]) as context:
         return cli.invoke(context)
 
@@ -134,8 +136,8 @@ def _run(invoke: Callable[[], object]) -> int:
             sys.stdout.flush()
     except Exit as ended:  # --help, --version
         code = ended.exit_code
-    except UnknownOptionError as error:  # of `run` or `list`, whose suites have options too
-        code = _refuse(f"{error}{_nearest_of_run(error)}", error.exit_code)
+    except UnknownOptionError as error:  # from `run` or `list`, whose suites define options
+        code = _refuse(f"{error}{_nearest_run_option(error)}", error.exit_code)
     except DtbenchError as error:
         code = _refuse(str(error), error.exit_code)
     except click.UsageError as error:
@@ -145,28 +147,28 @@ def _run(invoke: Callable[[], object]) -> int:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = _refuse("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has gone
+    except BrokenPipeError:  # the reader of the output has exited
         code = EXIT_OK
         _drop_output()
     except Exception as error:
-        why = _outside(error)
+        why = _external_cause(error)
         code = _refuse(why, EXIT_USAGE) if why else _own_fault(error)
     return code if isinstance(code, int) else EXIT_OK
 
 
 def _explain(error: click.UsageError) -> str:
-    """The error's message; of an unknown name with the nearest that exists, of a number with what was expected."""
+    """Returns the message of an error, with the nearest existing name, or the expected range of a number."""
     if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
-        option, of, usual = error.param.opts[0], error.param.type, error.param.default
+        option, value_type, usual = error.param.opts[0], error.param.type, error.param.default
         kinds = {"integer": "a whole number", "float": "a number"}
         value, is_not, _ = error.message.partition(" is not ")
-        if is_not and (expected := kinds.get(of.name.removesuffix(" range"))):
-            least, most = getattr(of, "min", None), getattr(of, "max", None)
-            if least is not None:
-                expected += f" {'above' if getattr(of, 'min_open', False) else 'from'} {least:g}"
-                expected += " on" if most is None else f" to {most:.10g}"
-            such = usual if isinstance(usual, int | float) else int(least or 1)
-            return f"{option}: got {value}, expected {expected}, such as {option} {such}"
+        if is_not and (expected := kinds.get(value_type.name.removesuffix(" range"))):
+            lowest, highest = getattr(value_type, "min", None), getattr(value_type, "max", None)
+            if lowest is not None:
+                expected += f" {'above' if getattr(value_type, 'min_open', False) else 'from'} {lowest:g}"
+                expected += " on" if highest is None else f" to {highest:.10g}"
+            example = usual if isinstance(usual, int | float) else int(lowest or 1)
+            return f"{option}: got {value}, expected {expected}, such as {option} {example}"
     if (
         isinstance(error, click.MissingParameter)
         and isinstance(error.param, click.Option)
@@ -178,7 +180,7 @@ def _explain(error: click.UsageError) -> str:
     return error.format_message().rstrip(".")
 
 
-def _nearest_of_run(error: UnknownOptionError) -> str:
+def _nearest_run_option(error: UnknownOptionError) -> str:
     from dtbench.cli.run import run_command
 
     names = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
@@ -186,19 +188,19 @@ def _nearest_of_run(error: UnknownOptionError) -> str:
 
 
 def _drop_output() -> None:
-    """Nothing more is written to standard output, by the interpreter's end neither."""
+    """Discards all further standard output, also that of the interpreter's exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# Of standard output, which has no room left: files are written with errors of their own.
+# Errors of writing to standard output; files have messages of their own.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# What is wrong with a path that was given, where it is only asked whether something is there.
+# Errors of checking whether a given path exists.
 _UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
 
 
-def _outside(error: Exception) -> str:
-    """The line where not dtbench is at fault but what it runs on; "" for any other error."""
+def _external_cause(error: Exception) -> str:
+    """Returns the message for an error of the system that dtbench runs on; "" for other errors."""
     if is_out_of_memory(error):
         return "out of memory: give fewer or smaller files, or more memory"
     if not isinstance(error, OSError) or error.errno is None:
@@ -215,9 +217,9 @@ def _outside(error: Exception) -> str:
 
 
 def _own_fault(error: Exception) -> int:
-    """An unexpected error: its traceback goes to a file, to be reported with."""
-    kept = "".join(traceback.format_exception(error))
-    where = "the traceback could not be kept"
+    """Writes the traceback of an unexpected error to a file, for a bug report."""
+    traceback_text = "".join(traceback.format_exception(error))
+    location = "the traceback could not be saved"
     with suppress(OSError):
         with tempfile.NamedTemporaryFile(
             "w",
@@ -229,14 +231,14 @@ def _own_fault(error: Exception) -> int:
         ) as file:
             file.write(
                 f"dtbench {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
-                f"{mask_arguments(sys.argv[1:])}\n{kept}"
+                f"{mask_arguments(sys.argv[1:])}\n{traceback_text}"
             )
-        where = file.name
-    return _refuse(f"an internal error, please report it with {where}: {describe(error)}", EXIT_OWN_FAULT)
+        location = file.name
+    return _refuse(f"an internal error, please report it with {location}: {describe(error)}", EXIT_OWN_FAULT)
 
 
 def _refuse(text: str, code: int) -> int:
-    """One line on stderr, from one rank: in a launched world all ranks come here alike."""
+    """Prints one line on stderr, from one rank only, as all ranks of a launcher fail in the same way."""
     from dtbench.engine.rank import complain_from_one_rank
 
     complain_from_one_rank(mask(text))

@@ -131,7 +131,7 @@ def _add_run_options(command: _C) -> _C:
 @click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
 @_add_run_options
 @click.pass_context
-def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.Given) -> int:
+def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.OptionValue) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
     SUITE/TEXT measures the cases whose line in `dtbench list SUITE` holds TEXT.
@@ -179,7 +179,7 @@ def options_of(
     minbytes: str | None,
     maxbytes: str | None,
     stepfactor: int,
-    **values: options.Given,
+    **values: options.OptionValue,
 ) -> RunRequest:
     suites, own = split_words(words)
     if minbytes is not None or maxbytes is not None:
@@ -203,7 +203,7 @@ def options_of(
 @options.JSON
 @click.pass_context
 def list_command(
-    context: click.Context, /, as_json: bool, words: tuple[str, ...], **values: options.Given
+    context: click.Context, /, as_json: bool, words: tuple[str, ...], **values: options.OptionValue
 ) -> None:
     """Lists suites; with options of `run`, the cases it would measure.
 

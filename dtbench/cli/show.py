@@ -61,13 +61,11 @@ def show_command(
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     files = [path for path in runs if path.exists()]
-    read_file = partial(read_run, with_samples=not as_json)  # which leaves them out
+    read_file = partial(read_run, with_samples=not as_json)  # JSON omits samples
     read = [read_file(path) for path in files]
     suites = {suite for run in read for suite in run.header.suites}
     targets = [path for path in runs if path not in files]
-    read += [
-        read_file(path) for path in targets if path.parts[0] not in suites
-    ]  # raises that it is not there
+    read += [read_file(path) for path in targets if path.parts[0] not in suites]  # raises for a missing file
     lines = [" ".join([*target.parts, line]) for target in targets for line in filter.split("\n")]
     read = choose(read, "\n".join(lines) or filter, sort)
     if as_csv:
@@ -82,7 +80,7 @@ def show_command(
 
 
 def _peak(text: str) -> tuple[str, float]:
-    """`tp=450`, in GB/s -> ("tp", bytes per second)"""
+    """Parses `tp=450` (GB/s) into ("tp", bytes per second)."""
     dim, _, rate = text.rpartition("=")
     try:
         value = float(rate) * 1e9
@@ -101,7 +99,7 @@ def _peak(text: str) -> tuple[str, float]:
     multiple=True,
     type=options.FILE,
     metavar="RUN",
-    help="What to compare with, a run or the name of a baseline; repeatable.",
+    help="A run, or the name of a baseline, to compare with; repeatable.",
 )
 @click.option("--topology", type=options.FILE, help="A topology; may also be one of the FILEs.")
 @click.option(
@@ -110,7 +108,7 @@ def _peak(text: str) -> tuple[str, float]:
     multiple=True,
     type=_peak,
     metavar="DIM=GB/S",
-    help="What the links of a mesh dim can carry, drawn as their limit: tp=450; repeatable.",
+    help="The peak bandwidth of a mesh dim's links, drawn as a limit: tp=450; repeatable.",
 )
 @click.option("-o", "--output", required=True, type=options.FILE, help="The page to write.")
 def report_command(
@@ -122,13 +120,13 @@ def report_command(
 ) -> None:
     """Writes an HTML page of results.
 
-    The kind of each FILE is detected: runs, a topology, the JSON of a gate, a profile's folder, of a job too, a
-    history of gates. Of a folder of runs the last is shown, and how each case moved from run to run.
+    The kind of each FILE is detected: runs, a topology, the JSON of a gate, the folder of a profile, or a history of
+    gates. For a folder of runs, shows the last run, and each case over all runs.
 
     \b
     Examples:
       dtbench report run.jsonl topology.json -o report.html
-      dtbench report new.jsonl --base old.jsonl -o report.html
+      dtbench report head.jsonl --base base.jsonl -o report.html
       dtbench report results/nightly -o report.html
     """
     from dtbench.records import baselines

@@ -1,4 +1,4 @@
-"""`dtbench suite` on the command line: a suite of one's own."""
+"""`dtbench suite` on the command line: templates and checks for your own suites."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from dtbench.cli import options
 from dtbench.cli.run import options_of, run_command
 
-NEW_SUITE = '''"""A suite of one's own: `dtbench run` measures what it yields."""
+NEW_SUITE = '''"""A suite: `dtbench run` measures the cases that it yields."""
 
 import torch
 from dtbench.suite import Case, RunOptions, Workload, World, suite
@@ -62,7 +62,7 @@ def new(file: Path) -> None:
 def check(context: click.Context, /, file: Path, nproc: int) -> int:
     """Checks each case of a suite file and lists errors.
 
-    Builds it and runs it shortly, on ranks.
+    Builds and briefly runs each case on ranks.
 
     \b
     Example:

@@ -1,13 +1,13 @@
-"""Suites as pytest-benchmark tests: of a file that the command line names every module-level suite is collected, a
-test for each case and impl; of a file of tests, or one that is found in a folder, if `dtbench_files` in pytest's
-configuration names it.
+"""Suites as pytest-benchmark tests: one test per case and impl.
+
+Collects the module-level suites of files named on the command line. Suites of test files, and of files found in
+folders, are collected if `dtbench_files` in pytest's configuration matches them.
 
     pytest my_suite.py                                        in this process
     torchrun --nproc-per-node 4 -m pytest my_suite.py         on 4 ranks
 
-The cases and the world are those of `dtbench run`; sampling and files are pytest-benchmark's. Besides, the fixture
-`dtbench_run` times functions of one's own tests. Loaded with every pytest: nothing heavy is imported until a suite or
-the fixture is there.
+Cases and ranks are those of `dtbench run`; sampling and files are pytest-benchmark's. The fixture `dtbench_run` times
+functions in tests. Every pytest loads this plugin, so slow modules are imported only for a suite or the fixture.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from dtbench.suite import Param
     from dtbench.suite.registry import Suite
 
-_Holder = pytest.Module | pytest.Class  # of what is collected
-# Of an item that measures a suite's case: the kind of world that it needs.
+_Holder = pytest.Module | pytest.Class
+# The kind of world that an item of a suite needs.
 _WORLD: pytest.StashKey[str] = pytest.StashKey()
 _TIMED: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("dtbench_files", "Files whose suites are tests, unless named: glob patterns.", "linelist")
-    group = parser.getgroup("dtbench", "what suites measure; as for `dtbench run`")
+    group = parser.getgroup("dtbench", "options of suites, like those of `dtbench run`")
     group.addoption("--dtbench-quick", action="store_true", help="Fewer cases, sizes and rounds.")
     group.addoption("--dtbench-mesh", metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
     group.addoption("--dtbench-size", metavar="SIZES", help="1KiB:16MiB:4x, or a comma list.")
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before pytest-benchmark reads its options: only rank 0 has anything to save or to compare with."""
+    """Disables saving and comparing on all ranks but rank 0, before pytest-benchmark reads its options."""
     place = valid_rank_env()
     if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
@@ -56,19 +56,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where files of suites are named, the other ranks are silent before anything is printed."""
+    """Silences the other ranks early if files of suites are named."""
     if any(b"dtbench.suite" in path.read_bytes() for path in _named_files(session.config)):
-        silence_others(session.config)
+        silence_other_ranks(session.config)
 
 
 def _named_files(config: pytest.Config) -> list[Path]:
-    """On the command line."""
+    """Returns the files named on the command line."""
     paths = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
     return [path for path in paths if path.is_file()]
 
 
-def silence_others(config: pytest.Config) -> None:
-    """The other ranks are silent: their reports say what rank 0's say."""
+def silence_other_ranks(config: pytest.Config) -> None:
+    """Silences all ranks but rank 0, whose reports would be the same."""
     place = valid_rank_env()
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if place is not None and place.rank != 0 and reporter is not None:
@@ -78,7 +78,7 @@ def silence_others(config: pytest.Config) -> None:
 
 
 class _OtherRank:
-    """What a silent rank still says: a failure that rank 0 may not have seen."""
+    """Reports failures of a silent rank, which rank 0 may not have."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -89,14 +89,14 @@ class _OtherRank:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """A file of suites can import what lies beside it, where pytest's own rules find nothing of that name."""
+    """Lets a file of suites import modules of its folder, after pytest's own import paths."""
     if _holds_suites(parent.config, module_path):
         sys.path.append(str(module_path.resolve().parent))
 
 
 def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> list[pytest.Item] | None:
-    """A suite at the level of a module is a test for each of its cases and impls."""
-    suites = sys.modules.get("dtbench.suite.registry")  # who makes a suite has loaded it
+    """Collects a module-level suite: one test per case and impl."""
+    suites = sys.modules.get("dtbench.suite.registry")  # loaded by any module that defines a suite
     if (
         suites is None
         or not isinstance(obj, suites.Suite)
@@ -107,11 +107,11 @@ def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> lis
 
 
 def _holds_suites(config: pytest.Config, path: Path) -> bool:
-    """Whether the suites in a file are to be measured: files of tests hold some for their tests' sake."""
+    """Whether the suites of a file are collected; test files may define suites for other purposes."""
     if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
         return True
-    of_tests = any(path.match(pattern) for pattern in config.getini("python_files"))
-    return path.resolve() in _named_files(config) and not of_tests
+    is_test_file = any(path.match(pattern) for pattern in config.getini("python_files"))
+    return path.resolve() in _named_files(config) and not is_test_file
 
 
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
@@ -120,40 +120,40 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
     from dtbench.pytest_plugin.measure import live_of, test_of
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
-        what = f"the suite {suite.name} is measured with pytest-benchmark"
-        raise pytest.UsageError(f"{what}: pip install 'dtbench[pytest]'")
-    silence_others(collector.config)
+        subject = f"the suite {suite.name} is measured with pytest-benchmark"
+        raise pytest.UsageError(f"{subject}: pip install 'dtbench[pytest]'")
+    silence_other_ranks(collector.config)
     try:
         live = live_of(collector.config)
-        tasks = list_tasks([suite], live.plan)
+        tasks = list_tasks([suite], live.options)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
-    alone = suite.world == "ranks" and live.runs_alone(suite, tasks)
-    seen: dict[str, int] = {}
+    single_rank = suite.world == "ranks" and live.runs_alone(suite, tasks)
+    name_counts: dict[str, int] = {}
     for task in tasks:
         for impl in task.impls:
             name = f"{suite.name}[{id_of(task.case.name, task.case.params, impl)}]"
-            seen[name] = seen.get(name, 0) + 1
-            if seen[name] > 1:
-                name = f"{name[:-1]}-{seen[name]}]"
+            name_counts[name] = name_counts.get(name, 0) + 1
+            if name_counts[name] > 1:
+                name = f"{name[:-1]}-{name_counts[name]}]"
             item: pytest.Function = pytest.Function.from_parent(
-                collector, name=name, callobj=test_of(task, impl, alone=alone)
+                collector, name=name, callobj=test_of(task, impl, single_rank=single_rank)
             )
-            # An impl that does not get as far as its rounds has its own reason for it.
+            # An impl that fails before its rounds reports its own reason.
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
             item.stash[_WORLD] = suite.world
             yield item
 
 
 def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
-    """`add-placements:S0-S0-mesh:8-core`: what pytest's -k can name, without = and brackets."""
+    """Returns a test id that -k can match, without = and brackets, e.g. `add-placements:S0-S0-mesh:8-core`."""
     words = [name, *(f"{key}:{value}" for key, value in params.items()), impl]
     return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is simulated comes first: one kind of world is up at a time, and ranks join once."""
+    """Moves simulated suites first: only one kind of world exists at a time, and ranks join once."""
     places = [place for place, item in enumerate(items) if _WORLD in item.stash]
     ordered = sorted((items[place] for place in places), key=lambda item: item.stash[_WORLD] == "ranks")
     for place, item in zip(places, ordered, strict=True):
@@ -161,7 +161,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Tests of other kinds find no process group of ours."""
+    """Closes the process group before tests that are not of suites."""
     if _WORLD in item.stash and (nextitem is None or _WORLD not in nextitem.stash):
         from dtbench.pytest_plugin.measure import live_of
 
@@ -170,8 +170,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
-    """Times functions as `dtbench.run` does, by itself or on all ranks of the process group that is up, and lists them
-    below the session; gives the results, and fails the test where a function does.
+    """Times functions like `dtbench.run`, and lists the times at the end of the session.
+
+    Returns the results, and fails the test if a function fails.
 
         def test_a_step(dtbench_run):
             results = dtbench_run({"step": lambda: step(x), "plain": lambda: plain_step(y)})
@@ -179,11 +180,11 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
     """
     config = request.config
 
-    def run(what: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
+    def run(target: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
         import dtbench
         from dtbench.engine.progress import format_result
 
-        results = dtbench.run(what, progress=False, **options)
+        results = dtbench.run(target, progress=False, **options)
         lines = config.stash.setdefault(_TIMED, [])
         lines += [f"{request.node.nodeid}: {format_result(r).partition(' | ')[2]}" for r in results.results]
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]
@@ -195,11 +196,11 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """What the fixture has timed, and why cases were skipped, which pytest says with -rs only."""
+    """Lists the times of the fixture, and why cases were skipped, which pytest shows only with -rs."""
     lines = [*config.stash.setdefault(_TIMED, [])]
     skipped = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
-    if needy := [reason for reason in skipped if "needs several ranks" in reason]:
-        lines.append(f"{len(needy)} skipped: {needy[0].removeprefix('Skipped: ')}")
+    if skipped_for_ranks := [reason for reason in skipped if "needs several ranks" in reason]:
+        lines.append(f"{len(skipped_for_ranks)} skipped: {skipped_for_ranks[0].removeprefix('Skipped: ')}")
     if lines:
         terminalreporter.section("dtbench")
         for line in lines:

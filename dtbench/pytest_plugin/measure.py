@@ -1,7 +1,7 @@
-"""A case's impl as a pytest-benchmark test, and the world it runs in: ranks, simulated ranks, or one rank alone.
+"""Runs one impl of a case as a pytest-benchmark test, on ranks, simulated ranks or a single rank.
 
-A round is one sample of the harness: `calls_per_sample` calls after a barrier. What is recorded is the
-slowest rank's time of each round, per call.
+A round is one sample of the harness: `calls_per_sample` calls after a barrier. The recorded time of a round is that of
+the slowest rank, per call.
 """
 
 from __future__ import annotations
@@ -38,24 +38,26 @@ if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 ROUNDS, QUICK_ROUNDS = 20, 5
-# Seconds for which a collective may hang before its group gives up.
+# Timeout of collectives, seconds.
 TIMEOUT_S = 60.0
 _LIVE: pytest.StashKey[Live] = pytest.StashKey()
 
 
-class Up(NamedTuple):
+class ActiveWorld(NamedTuple):
+    """The current world, its ranks and their barrier."""
+
     world: LiveWorld
     ranks: RankGroup
     barrier: Callable[[], None]
 
 
 class Live:
-    """The world that is up, of one kind at a time: first the simulated one, then the ranks'."""
+    """The current world of a session, of one kind at a time."""
 
     def __init__(self, place: RankEnv | None, options: RunRequest, show: Callable[[], None]) -> None:
         self._show = show
         self._kind = ""
-        self._up: Up
+        self._active: ActiveWorld
         self._world = contextlib.ExitStack()
         self._life = contextlib.ExitStack()
         silence_torch()
@@ -64,8 +66,8 @@ class Live:
             self._life.enter_context(self.rank)
         self.device_type = choose_device(options.device)
         size = options.ranks or DEFAULT_CPU_RANKS
-        self.plan = options.resolve(self.device_type, place.world_size if place else size)
-        # Without a launcher, suites of ranks whose cases do not follow from the number of ranks run on one.
+        self.options = options.resolve(self.device_type, place.world_size if place else size)
+        # Without a launcher, suites of ranks run on a single rank if their cases do not depend on the number of ranks.
         self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
     def runs_alone(self, suite: Suite, tasks: Sequence[Task]) -> bool:
@@ -75,47 +77,49 @@ class Live:
             return [task.label for task in single] == [task.label for task in tasks]
         return False
 
-    def enter(self, kind: str, *, alone: bool = False) -> Up:
-        """The world of this kind, made where another one is up; skips the test where there is none to be had.
+    def enter(self, kind: str, *, single_rank: bool = False) -> ActiveWorld:
+        """Returns a world of this kind, replacing another; skips the test if none can be made.
 
-        alone: one rank will do.
+        Args:
+            kind: "ranks" or "simulated".
+            single_rank: whether one rank suffices.
         """
         if kind == "ranks" and self.rank is None:
-            if not alone:
+            if not single_rank:
                 how = "torchrun --nproc-per-node 4 -m pytest, with the same arguments"
                 pytest.skip(f"needs several ranks: {how}")
             kind = "alone"
         if kind != self._kind:
             self._world.close()
-            self._up = self._make(kind)
+            self._active = self._make(kind)
             self._kind = kind
         if kind == "simulated" and self.rank is not None and self.rank.env.rank != 0:
             pytest.skip("rank 0 measures alone")
-        return self._up
+        return self._active
 
-    def _make(self, kind: str) -> Up:
+    def _make(self, kind: str) -> ActiveWorld:
         device = select_device(self.device_type, self.rank.env.local_rank if self.rank else 0)
         if kind == "alone":
             world, barrier = self._world.enter_context(world_of_one(device))
-            return Up(world, AloneRanks(), barrier)
+            return ActiveWorld(world, AloneRanks(), barrier)
         if kind == "simulated" or self.rank is None:
-            return Up(self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None)
+            return ActiveWorld(self._world.enter_context(simulated_world(device)), AloneRanks(), lambda: None)
         if not self.rank.joined:
             try:
                 self.rank.join(self.device_type)
-            except Exception as error:  # as in a run: said in one line, and this process ends
+            except Exception as error:  # as in a run: prints one line and ends this process
                 self._show()
                 self.rank.__exit__(type(error), error, error.__traceback__)
-        world, barrier = self._world.enter_context(self.rank.process_group(self.plan.mesh, TIMEOUT_S))
-        return Up(world, self.rank.ranks, barrier)
+        world, barrier = self._world.enter_context(self.rank.process_group(self.options.mesh, TIMEOUT_S))
+        return ActiveWorld(world, self.rank.ranks, barrier)
 
     def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
-        """On the lowest living rank, in a helper thread, before this process ends."""
+        """Prints the diagnosis; called on the lowest living rank, in a helper thread, before this process ends."""
         self._show()
         complain(diagnosis.message)
 
     def leave(self) -> None:
-        """The world that is up; the next to enter one makes it again."""
+        """Closes the current world; `enter` makes a new one."""
         self._world.close()
         self._kind = ""
 
@@ -125,9 +129,13 @@ class Live:
 
 
 def live_of(config: pytest.Config) -> Live:
-    """Made once per session; raises UsageError where the options cannot be followed."""
+    """Returns the session's world, made on first use.
+
+    Raises:
+        UsageError: invalid options.
+    """
     if _LIVE not in config.stash:
-        # RankGroup that share cores and each start a thread per core would measure the fight for them.
+        # Ranks with one thread per core each would compete for the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         option = config.option
         options = RunRequest(
@@ -143,20 +151,24 @@ def live_of(config: pytest.Config) -> Live:
     return config.stash[_LIVE]
 
 
-def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:
-    """The test function. alone: a suite of ranks that runs on one."""
+def test_of(task: Task, impl: str, *, single_rank: bool) -> Callable[..., None]:
+    """Returns the test function of one impl.
+
+    Args:
+        single_rank: whether a suite of ranks runs on a single rank.
+    """
 
     def test(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
         option = request.config.option
         rounds = option.dtbench_rounds or (QUICK_ROUNDS if option.dtbench_quick else ROUNDS)
-        up = live_of(request.config).enter(task.suite.world, alone=alone)
-        bad = Rounds(benchmark, (task, impl), up, rounds).run(up.world).get(impl)
+        active = live_of(request.config).enter(task.suite.world, single_rank=single_rank)
+        bad = Rounds(benchmark, (task, impl), active, rounds).run(active.world).get(impl)
         if bad is None:
             return
-        if benchmark.stats is not None:  # rounds were timed already: not to be written
+        if benchmark.stats is not None:  # drops the rounds that were timed before the failure
             benchmark.has_error = True
             benchmark.stats.stats.data.clear()
-        if bad.status == "skipped" or up.ranks.rank != 0:
+        if bad.status == "skipped" or active.ranks.rank != 0:
             pytest.skip(bad.reason)
         pytest.fail(f"{bad.status} on rank {bad.rank}: {bad.reason}", pytrace=False)
 
@@ -164,20 +176,23 @@ def test_of(task: Task, impl: str, *, alone: bool) -> Callable[..., None]:
 
 
 class Rounds(CollectiveSchedule):
-    """The schedule of one impl of a case under pytest-benchmark: so many rounds on all ranks, then what they mean.
+    """The schedule of one impl under pytest-benchmark: a number of rounds on all ranks.
 
-    pytest-benchmark counts the rounds; their times are those of the harness's clock."""
+    pytest-benchmark counts the rounds; the harness's clock times them.
+    """
 
-    def __init__(self, benchmark: BenchmarkFixture, task: tuple[Task, str], up: Up, rounds: int) -> None:
+    def __init__(
+        self, benchmark: BenchmarkFixture, task: tuple[Task, str], active: ActiveWorld, rounds: int
+    ) -> None:
         self.task, self.impl = task
-        super().__init__(self.task.case, [self.impl], up.ranks, ActiveCase())
-        self.benchmark, self.barrier, self.rounds = benchmark, up.barrier, rounds
-        self.clock = clocks_of(up.world.device)[self.case.instrument]
+        super().__init__(self.task.case, [self.impl], active.ranks, ActiveCase())
+        self.benchmark, self.barrier, self.rounds = benchmark, active.barrier, rounds
+        self.clock = clocks_of(active.world.device)[self.case.instrument]
         self.subject = self.live[self.impl]
         self.samples: list[float] = []
 
     def agree(self) -> None:
-        """What stops one rank stops all."""
+        """Synchronises the ranks, so that a failure on one stops all."""
         self.vote(None, lambda _votes: None)
 
     warm_up = agree
@@ -203,17 +218,17 @@ class Rounds(CollectiveSchedule):
         self.benchmark.pedantic(sample, setup=setup, rounds=self.rounds, warmup_rounds=warmup_rounds)
 
     def finish(self) -> None:
-        """Puts the agreed times in the place of this rank's, and beside them what they mean."""
+        """Replaces this rank's times by the slowest rank's, and records bandwidths and counters."""
         workload, case, stats = self.subject.workload, self.case, self.benchmark.stats
         count = workload.counters or dict
         counters = self.subject.attempt(lambda: dict(count()))
-        mine = self.samples[-self.rounds :] if stats is not None and workload.participates else None
-        agreed = self.vote(mine, slowest)
+        rank_samples = self.samples[-self.rounds :] if stats is not None and workload.participates else None
+        agreed = self.vote(rank_samples, slowest)
         if stats is None:  # --benchmark-disable
             return
         stats.stats.data[:] = agreed
         stats.iterations = case.calls_per_sample
-        # A table of each case, whose rows are its impls.
+        # One table per case, with a row per impl.
         stats.group = " ".join([self.task.suite.name, case.name, *map(str, case.params.values())])
         stats.name = self.impl
         result = to_result(self.task, self.impl, ImplOutcome("ok", samples_s=tuple(agreed)))
@@ -224,5 +239,5 @@ class Rounds(CollectiveSchedule):
 
 
 def slowest(votes: list[list[float] | None]) -> list[float]:
-    """Round by round, over the ranks that took part."""
+    """Returns the time of the slowest participating rank for each round."""
     return [max(samples) for samples in zip(*(v for v in votes if v is not None), strict=True)]
