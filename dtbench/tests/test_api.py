@@ -161,7 +161,7 @@ def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
         ("nonsense", {}, "no suite is called 'nonsense'"),
         (3, {}, "expected the name or file of a suite"),
         ({"a": 3}, {}, "'a' cannot be measured"),
-        (lambda: None, {"nproc": 2}, "nproc: for suites by name or file"),
+        (lambda: None, {"nproc": 2}, "nproc: only for suites given by name or file"),
     ],
 )
 def test_mistakes_are_one_line(what: object, options: dict[str, int], says: str):

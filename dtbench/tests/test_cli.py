@@ -386,7 +386,7 @@ def test_target_that_is_no_suite_is_refused_with_what_is_near(
         ),
         ("gate --base main --head env: dispatch", ", such as rev:main"),
         ("gate --base A=1 --head env: dispatch", ", such as env:A=1"),
-        ("gate --base env: dispatch", "Missing option '--head': What is judged; `dtbench gate --help`"),
+        ("gate --base env: dispatch", "Missing option '--head': The change to check; `dtbench gate --help`"),
         (
             "profile -o x torchrun --nproc-per-node 2 a.py",
             "put -- before it, `dtbench profile -o x -- torchrun --nproc-per-node 2 a.py`",
