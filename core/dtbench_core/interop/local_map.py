@@ -135,21 +135,21 @@ def _results_as_dtensors(
     all_placements: Sequence[Any] = placements if is_nested else (placements,)  # type: ignore[assignment]
     if len(all_placements) != len(leaves):
         raise FunctionError(
-            f"local_map got {len(all_placements)} out_placements for {len(leaves)} results of {_name_of(func)}, expected "
-            "one for each: pass a tuple of placements, with None for results that are not tensors"
+            f"local_map got {len(all_placements)} out_placements for {len(leaves)} results of {_name_of(func)}, "
+            "expected one for each: pass a tuple of placements, with None for results that are not tensors"
         )
     results = []
     for index, (leaf, leaf_placements) in enumerate(zip(leaves, all_placements, strict=True)):
         if isinstance(leaf, DTensor):
             raise FunctionError(
-                f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name_of(func)}, expected a plain tensor: "
-                "the function works on shards"
+                f"local_map got a DTensor, {leaf._spec}, as result {index} of {_name_of(func)}, expected a plain "
+                "tensor: the function works on shards"
             )
         if isinstance(leaf, torch.Tensor) != (leaf_placements is not None):
             kind = "a tensor" if isinstance(leaf, torch.Tensor) else repr(leaf)
             raise FunctionError(
-                f"local_map got out_placements {leaf_placements} for result {index} of {_name_of(func)}, which is {kind}; "
-                "expected placements for tensors and None for other results"
+                f"local_map got out_placements {leaf_placements} for result {index} of {_name_of(func)}, which is "
+                f"{kind}; expected placements for tensors and None for other results"
             )
         results.append(
             leaf if leaf_placements is None else _result_as_dtensor(leaf, mesh, leaf_placements, inputs)
