@@ -194,7 +194,7 @@ def _print_suite(console: Console, suite: str, run: Run, suite_results: Sequence
         terminal.print_prose(console, f"{suite}: {line}", "", width)
 
 
-_TIMES, _RATES = ("time", "spread", "from last"), ("algbw", "busbw")
+_TIMES, _RATES = ("time", "spread", "since last arrival"), ("algbw", "busbw")
 # Figure -> column of one implementation. Times are in seconds, bandwidths in bytes per second, the spread is text.
 _ImplFigures = dict[str, list[Any]]
 
@@ -208,7 +208,7 @@ def _figures(cases: pd.DataFrame, impl: str) -> _ImplFigures:
 
     statuses = [s if s not in (None, "ok") else "-" for s in cells(cases["status", impl])]
     times = [s if t is None else t for t, s in zip(cells(cases["estimate_s", impl]), statuses, strict=True)]
-    optional = {"from last": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
+    optional = {"since last arrival": "from_last_s", "algbw": "algbw_Bps", "busbw": "busbw_Bps"}
     return {"time": times, "spread": list(map(format_spread, cells(cases["spread", impl])))} | {
         kind: values for kind, name in optional.items() if any(values := cells(cases[name, impl]))
     }

@@ -166,5 +166,5 @@ def test_it_stands_in_the_frame_and_beside_the_time(capsys: pytest.CaptureFixtur
     assert cells(cases_frame(frame)["from_last_s", "c10d"]) == [5.0, 4.5, None]
     print_runs([run])
     rows = table_of(capsys.readouterr().out, "collectives")
-    assert [row["from last [s]"] for row in rows] == ["5.000", "4.500", "-"]
+    assert [row["since last arrival [s]"] for row in rows] == ["5.000", "4.500", "-"]
     assert [row["c10d [s]"] for row in rows] == ["7.500"] * 3
