@@ -157,7 +157,7 @@ def compare(base: Runs, head: Runs) -> Comparison:
     Raises:
         UnreadableRunError: a file is not a run.
     """
-    from dtbench.comparison.compare_runs import compare_runs
+    from dtbench.comparison.run_comparison import compare_runs
     from dtbench.stats.frame import as_runs
 
     return compare_runs(as_runs(base), as_runs(head))

@@ -57,8 +57,7 @@ def compare_command(
         return _compare_with_reference(base, system, with_all, as_json)
     if system is not None or with_all:
         raise click.UsageError(f"{'--all' if with_all else '--system'} requires --reference")
-    from dtbench.comparison.compare_runs import compare_runs
-    from dtbench.comparison.run_comparison import print_comparison
+    from dtbench.comparison.run_comparison import compare_runs, print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 

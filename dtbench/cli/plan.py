@@ -164,8 +164,8 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
     from msgspec import structs
 
     from dtbench.cost.plan.csv_table import read_table
-    from dtbench.cost.plan.fit import fit_machine
     from dtbench.cost.plan.measured_steps import MeasuredSteps, read_steps
+    from dtbench.cost.plan.validate import fit_machine
     from dtbench.records.atomic import refuse_taken, write_atomically
 
     if output is None:

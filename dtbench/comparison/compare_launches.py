@@ -8,8 +8,6 @@ samples it holds: with one launch on each side, 32% of identical pairs differ by
 interval that shows it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 

@@ -3,8 +3,6 @@
 The table of public systems, results/reference/systems.json, has the published times per system and collective.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

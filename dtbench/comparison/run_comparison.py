@@ -1,22 +1,36 @@
-"""The comparison of two sides of runs, and how it is shown: terminal tables, strict JSON, or HTML in a notebook."""
+"""Compares two sides of runs, base and head, and shows the verdicts as terminal tables, strict JSON, or HTML.
 
-from __future__ import annotations
+A change that plain torch shares with the other implementations is no change of the code: the machine drifted. Such a
+change gets the verdict "inconclusive". See `compare_launches` for the statistics of one case.
+"""
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from itertools import islice
+from itertools import chain, islice
+from statistics import median
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from dtbench.comparison.compare_launches import SINGLE_LAUNCH
+from dtbench import errors
+from dtbench.comparison.compare_launches import (
+    BEYOND_LAUNCH_SPREAD,
+    MAX_LAUNCHES,
+    MIN_LAUNCHES,
+    SAME_WITHIN,
+    SINGLE_LAUNCH,
+    compare_launches,
+)
 from dtbench.errors import plain
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change, ComparedCase, Verdict
 from dtbench.records.exports import Point, relative
+from dtbench.records.result import CaseKey, Header, Result, Run, estimator_of
+from dtbench.stats import FLOORS, MAX_P, is_explained_by_drift, suggests_drift, suite_drifts
 from dtbench.text.table import TableColumn
 from dtbench.text.terminal import (
     MAX_ROWS,
@@ -32,6 +46,7 @@ from dtbench.text.terminal import (
 )
 from dtbench.text.units import (
     NO_INTERVAL,
+    format_change,
     format_difference,
     format_interval,
     format_ratio,
@@ -200,3 +215,272 @@ def _p(effect: Change | None) -> str:
     if effect is None or effect.p_slower is None or effect.p_faster is None:
         return "-"
     return f"{min(effect.p_slower, effect.p_faster):.2g}"
+
+
+def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
+    """Compares every case and implementation of either side.
+
+    All launches of all runs of a side count as launches of that side.
+    """
+    base_results, head_results = (
+        {(run.header.run_id, result.key): result for run in side for result in run.results}
+        for side in (base, head)
+    )
+    repeated = sum(len(run.results) for run in (*base, *head)) - len(base_results) - len(head_results)
+    base_cases, head_cases = (
+        group_by(results.values(), lambda result: result.case_key) for results in (base_results, head_results)
+    )
+    del base_results, head_results  # with 200,000 results their keys take 300 MB
+    cases = {key: (base_cases.get(key, []), head_cases.get(key, [])) for key in base_cases | head_cases}
+    skipped = {
+        key for key, sides in cases.items() if all(result.status == "skipped" for result in chain(*sides))
+    }
+    compared = tuple(_compare_case(key, *sides) for key, sides in cases.items() if key not in skipped)
+    notes = _notes(base, head, compared)
+    if repeated:
+        notes.append(f"{plural(repeated, 'result')} ignored: the same run is given twice on one side")
+    if skipped:
+        notes.append(f"{plural(len(skipped), 'case')} left out: skipped on each side that has them")
+    ratios = _ratios_for_drift(compared)
+    drifts = suite_drifts((suite, impl, ratio) for (suite, _, impl, _), ratio in ratios.items())
+    machines_differ = _machines_differ(base, head)
+    suites_with_floor = {suite for suite, _, impl, _ in ratios if impl in FLOORS}
+    rows = tuple(_discount_drift(row, ratios, drifts, row.suite in suites_with_floor) for row in compared)
+    if machines_differ:
+        rows = tuple(
+            replace(row, verdict=Verdict.INCONCLUSIVE, reason=machines_differ) if row.effect else row
+            for row in rows
+        )
+    if drifts:
+        factors = ", ".join(f"{format_change(factor)} in {suite}" for suite, factor in drifts.items())
+        notes.insert(
+            0,
+            f"the machine drifted: plain torch and all other implementations became {factors}; a change that plain "
+            "torch shares is no change of the code; `dtbench gate` avoids drift by measuring both sides alternately",
+        )
+    return Comparison(
+        exit_code=_exit_code(rows),
+        notes=tuple(dict.fromkeys(notes)),
+        counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
+        rows=rows,
+        machines_differ=machines_differ,
+        nothing_shared=""
+        if base_cases.keys() & head_cases.keys()
+        else _nothing_shared(base_cases, head_cases),
+    )
+
+
+def _nothing_shared(base: Collection[CaseKey], head: Collection[CaseKey]) -> str:
+    """Describes two sides without a common case in one line."""
+    sides = []
+    for name, keys in (("base", base), ("head", head)):
+        suites = ", ".join(sorted({suite for suite, *_ in keys}))
+        sides.append(f"{name} has {plural(len(keys), 'case')}{f' of {suites}' if suites else ''}")
+    return (
+        f"nothing to compare: the two sides have no case in common ({'; '.join(sides)}); "
+        "a case is matched by its suite, name, implementation and params"
+    )
+
+
+def _exit_code(rows: Sequence[ComparedCase]) -> int:
+    """Returns 1 for a regression, 4 if nothing is comparable, 3 if a case is undecided, else 0."""
+    verdicts = {row.verdict for row in rows}
+    newly_failed = any(row.verdict is Verdict.FAILED and row.base_launches for row in rows)
+    if newly_failed or Verdict.SLOWER in verdicts:
+        return errors.EXIT_REGRESSION
+    if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
+        return errors.EXIT_NOTHING
+    if verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
+        return errors.EXIT_INCONCLUSIVE
+    return errors.EXIT_OK
+
+
+def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> ComparedCase:
+    base_times, head_times = _launch_times(base), _launch_times(head)
+    result = [*head, *base][0]
+    effect = None
+    if base_times and head_times and _first_reason(head, "failed", "wrong") is None:
+        verdict, reason, effect = compare_launches(base_times, head_times)
+    else:
+        verdict, reason = _verdict_without_times(base, head)
+    suite, name, impl, params = key
+    return ComparedCase(
+        suite=suite,
+        name=name,
+        impl=impl,
+        params=dict(params),
+        verdict=verdict,
+        reason=reason,
+        size_bytes=result.size_bytes,
+        estimator=estimator_of(result),
+        base_launches=len(base_times),
+        head_launches=len(head_times),
+        base_s=median(base_times) if base_times else None,
+        head_s=median(head_times) if head_times else None,
+        effect=effect,
+        tolerance=SAME_WITHIN,
+    )
+
+
+def _verdict_without_times(base: list[Result], head: list[Result]) -> tuple[Verdict, str]:
+    """Returns verdict and reason of a case that lacks times on a side or failed in head."""
+    failure = _first_reason(head, "failed", "wrong")
+    if failure is not None:
+        return Verdict.FAILED, failure
+    if not base:
+        return Verdict.NEW, ""
+    if _launch_times(base):
+        return Verdict.MISSING, _first_reason(head, "skipped") or "not measured in head"
+    if not _launch_times(head):
+        return Verdict.MISSING, "timed neither in base nor in head"
+    failure = _first_reason(base, "failed", "wrong")
+    return Verdict.NEW, "skipped in base" if failure is None else f"no valid time in base: {failure}"
+
+
+def _launch_times(results: list[Result]) -> list[float]:
+    return [
+        result.estimate_s for result in results if result.status == "ok" and result.estimate_s is not None
+    ]
+
+
+def _first_reason(results: list[Result], *statuses: str) -> str | None:
+    """Returns status and reason of the first result with one of the statuses, else None."""
+    first = next((result for result in results if result.status in statuses), None)
+    if first is None:
+        return None
+    return f"{first.status}: {first.reason}" if first.reason else first.status
+
+
+def _ratios_for_drift(rows: Sequence[ComparedCase]) -> dict[CaseKey, float]:
+    """Returns head / base of each case. The ratio of plain torch is 1 unless its launches show or suggest a change."""
+    ratios = {row.key: row.effect.ratio for row in rows if row.effect is not None}
+    for row in rows:
+        if row.effect is not None and row.impl in FLOORS:
+            p = min(row.effect.p_slower or 1.0, row.effect.p_faster or 1.0)
+            has_enough = min(row.base_launches, row.head_launches) >= MIN_LAUNCHES
+            if not (p < MAX_P if has_enough else suggests_drift(row.effect.ratio)):
+                ratios[row.key] = 1.0
+    return ratios
+
+
+def _discount_drift(
+    row: ComparedCase, ratios: Mapping[CaseKey, float], drifts: Mapping[str, float], suite_has_floor: bool
+) -> ComparedCase:
+    """Turns slower and faster into inconclusive if plain torch changed by as much.
+
+    Plain torch is looked up in the same case, then in the suite. For a suite without plain torch, the drifts of the
+    other suites of the run count.
+    """
+    if row.verdict not in (Verdict.SLOWER, Verdict.FASTER):
+        return row
+    suite, name, impl, params = row.key
+    floor_ratios = [
+        ratios[key] for floor in FLOORS if floor != impl and (key := (suite, name, floor, params)) in ratios
+    ]
+    if not floor_ratios and not suite_has_floor:
+        floor_ratios = list(drifts.values())
+    floor_ratios.append(drifts.get(suite, 1.0))
+    drift = next((floor for floor in floor_ratios if is_explained_by_drift(row.ratio or 1.0, floor)), None)
+    if drift is None:
+        return row
+    return replace(
+        row,
+        verdict=Verdict.INCONCLUSIVE,
+        reason=f"the machine drifted: plain torch became {format_change(drift)}, too",
+    )
+
+
+def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase]) -> list[str]:
+    notes = [f"{run.path} is incomplete: it has no end line" for run in [*base, *head] if not run.complete]
+    launch_counts = [min(row.base_launches, row.head_launches) for row in rows if row.effect is not None]
+    if launch_counts and min(launch_counts) < MIN_LAUNCHES:
+        notes.append(
+            f"some cases have as few as {plural(min(launch_counts), 'launch')} per side; almost all variance lies "
+            f"between launches. With fewer than {MIN_LAUNCHES} on each side, only a change {BEYOND_LAUNCH_SPREAD} is "
+            f"called slower or faster: measure with --launches {MIN_LAUNCHES}, better 10"
+        )
+    if any(max(row.base_launches, row.head_launches) > MAX_LAUNCHES for row in rows):
+        notes.append(
+            f"cases with more than {MAX_LAUNCHES} launches on a side: only the first {MAX_LAUNCHES} compared"
+        )
+    if {run.header.run_id for run in base} & {run.header.run_id for run in head}:
+        notes.append("the same run is on both sides")
+    doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *head] for r in run.results)
+    if doubtful:
+        notes.append(f"{plural(doubtful, 'result')} with a caveat, e.g. a throttled GPU: see dtbench show")
+    variables = sorted({name for run in [*base, *head] for name in run.header.env})
+    differences = _differing_facts(base, head, lambda header: _setup_facts(header, variables))
+    return [*notes, *(f"{title}: {sides}" for title, sides, _ in differences)]
+
+
+def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
+    """Describes how the machines of the two sides differ in known facts; "" if they do not."""
+    differences = [
+        f"{name} {sides}"
+        for name, sides, is_recorded in _differing_facts(base, head, _machine_facts)
+        if is_recorded
+    ]
+    return f"the machines differ: {'; '.join(differences)}" if differences else ""
+
+
+def _differing_facts(
+    base: Sequence[Run], head: Sequence[Run], facts_of: Callable[[Header], dict[str, str]]
+) -> Iterator[tuple[str, str, bool]]:
+    """Yields facts that differ between any two runs: name, the values of both sides, whether every run records it."""
+    sides = [[facts_of(run.header) for run in side] for side in (base, head)]
+    for name in dict.fromkeys(name for side in sides for facts in side for name in facts):
+        base_values, head_values = (frozenset(facts[name] for facts in side) for side in sides)
+        if len(base_values | head_values) > 1:
+            text = f"{_listed(base_values)} in base, {_listed(head_values)} in head"
+            yield name, text, "" not in base_values | head_values
+
+
+def _listed(facts: frozenset[str]) -> str:
+    text = " and ".join(sorted(fact or "unknown" for fact in facts)) or "nothing"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _machine_facts(header: Header) -> dict[str, str]:
+    """Returns what times depend on besides the code, by name; "" for a fact that the run does not record."""
+    cpu, gpus = header.machine.cpu, header.machine.gpus
+    facts: dict[str, Iterable[object]] = {
+        "CPU": [cpu.model],
+        "CPU cores": [cpu.usable_cores],
+        "GPU": sorted({str(gpu.name) for gpu in gpus if gpu.name}),
+        "GPU power limit": sorted({f"{gpu.power_limit_W:g} W" for gpu in gpus if gpu.power_limit_W}),
+        "device type": [header.options.get("device_type")],
+        "backend": [header.versions.get("backend")],
+        "mesh": [f"{n}={s}" for n, s in zip(header.mesh.dim_names, header.mesh.shape, strict=True)],
+        "ranks": [len(header.ranks) or None],
+        "hosts": [len({rank.node for rank in header.ranks}) or None],
+        "OMP_NUM_THREADS": [header.env.get("OMP_NUM_THREADS", "unset" if header.env else None)],
+    }
+    return {name: ", ".join(str(p) for p in parts if p is not None) for name, parts in facts.items()}
+
+
+def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
+    """Returns the settings that should agree on both sides: otherwise they may be the cause of a difference."""
+    cpu, mesh, versions, dtypes = (
+        header.machine.cpu,
+        header.mesh,
+        header.versions,
+        header.options.get("dtypes"),
+    )
+    cores = None if cpu.usable_cores is None else f"{cpu.usable_cores} cores"
+    names = ("torch", "python", "backend", "nccl")
+    facts: dict[str, Iterable[object]] = {
+        "the hosts differ": sorted({str(r.host) for r in header.ranks}),
+        "the CPU differs": (cpu.model, cores, cpu.governor),
+        "the GPUs differ": sorted(
+            {
+                f"{gpu.name} at {gpu.power_limit_W} W" if gpu.power_limit_W else str(gpu.name)
+                for gpu in header.machine.gpus
+            }
+        ),
+        "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
+        "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
+        "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
+        "one side is a quick run": ("--quick" if header.options.get("quick") else "full",),
+    }
+    facts |= {f"{name} differs": (header.env.get(name, "unset"),) for name in variables}
+    return {title: ", ".join(str(p) for p in parts if p is not None) for title, parts in facts.items()}

@@ -5,8 +5,6 @@ do, so each time is divided by the geometric mean of its launch. The estimate of
 interval of the recommended size is a bootstrap that resamples launches.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple

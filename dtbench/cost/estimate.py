@@ -4,8 +4,6 @@ Times come from the curve (`dtbench_core.cost.curve`). Outside the measured size
 and its interval widens with every doubling.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from statistics import median

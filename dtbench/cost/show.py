@@ -1,7 +1,5 @@
 """Prints the results of `dtbench calibrate`: a fitted topology, errors of models (`--validate`), and bucket sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

@@ -3,8 +3,6 @@
 Figures are means over steps and ranks, so that parts add up. If no steps are marked, they refer to the whole trace.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The bootstrap: resampling, and intervals from the replicates."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

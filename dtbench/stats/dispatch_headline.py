@@ -3,8 +3,6 @@
 The summary uses the same ops in every run, so that it does not depend on which other cases were measured.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from statistics import median

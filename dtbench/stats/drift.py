@@ -3,8 +3,6 @@
 Plain torch shows it: no change of the measured code affects plain torch, so if its times change, the machine has.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from statistics import median

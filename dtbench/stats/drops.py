@@ -6,8 +6,6 @@ where a library switches to a protocol or algorithm with more latency and more b
 ring). That costs at most the additional latency, and larger sizes recover it. A larger loss is a drop.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

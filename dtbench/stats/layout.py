@@ -4,8 +4,6 @@ A host is identified by its name and its running kernel (`boot_id`). Nodes that 
 `boot_id`; network namespaces of one machine differ in the name. Nothing is inferred from the shape of the mesh.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Order statistics of samples: the estimate of a launch, and quantiles of many sample sets at once."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 

@@ -3,8 +3,6 @@
 A pair is one launch of base and one of head, measured one after the other. The statistics use the log of head / base.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rank tests and Hodges-Lehmann estimates, whose intervals invert the tests. All are exact also for tied values."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

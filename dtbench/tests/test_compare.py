@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dtbench.comparison.compare_runs import compare_runs
-from dtbench.comparison.run_comparison import Comparison
+from dtbench.comparison.run_comparison import Comparison, compare_runs
 from dtbench.records.comparison import Change, ComparedCase
 from dtbench.records.read import into
 from dtbench.records.result import Header, Result, Run

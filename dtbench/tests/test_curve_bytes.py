@@ -25,8 +25,8 @@ from dtbench.cost.export.module import render
 from dtbench.cost.plan.links import TopologyLinks
 from dtbench.errors import EXIT_OK
 from dtbench.records.topology import CalibratedTopology, read_topology
-from dtbench.reporting.html.cases import ReportCase, collect
 from dtbench.reporting.html.parts import redistribution
+from dtbench.reporting.html.section import ReportCase, collect
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table

@@ -19,7 +19,7 @@ from dtbench.errors import UnreadableRunError
 from dtbench.records.result import Result, Run
 from dtbench.records.run import RunWriter
 from dtbench.reporting.html import Sources, figures, gather, render
-from dtbench.reporting.html.parts import bucketer, changes, collectives, cost_model, ranks
+from dtbench.reporting.html.parts import bucketer, changes, collectives, redistribution
 from dtbench.reporting.html.section import Material
 from dtbench.reporting.html.sources import split_systems
 from dtbench.tests import made_up, made_up_findings
@@ -239,7 +239,7 @@ def test_who_is_late_and_which_group_is_slow() -> None:
     # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; they need 1 and 2 ms.
     readings = {"0": 4e-3, "2": 1e-3, "1": 2e-3, "3": 2e-3}
     result = collective({}, {rank: [time] * 8 for rank, time in readings.items()})
-    (skew,) = ranks.ranks_of([made_up.run([result])])
+    (skew,) = collectives.ranks_of([made_up.run([result])])
     late = {rank: middle for rank, (_, middle, _) in skew.late_s.items()}
     assert late == pytest.approx({0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0})
     assert (skew.last[2], skew.last[0]) == (1.0, 0.0)
@@ -248,7 +248,7 @@ def test_who_is_late_and_which_group_is_slow() -> None:
     assert row[5:8] == ["3.00", "3.00", "3.00"]
     # With unequally many samples there is no bandwidth from the last arrival on.
     uneven = collective({}, {str(rank): [1e-3 * (rank + 1)] * (8 + rank) for rank in range(4)})
-    (skew,) = ranks.ranks_of([made_up.run([uneven])])
+    (skew,) = collectives.ranks_of([made_up.run([uneven])])
     assert skew.busbw_Bps == {} and skew.late_s.keys() == set(range(4))
 
 
@@ -299,14 +299,14 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
     assert (row[5], row[8]) == ("19.3", "2.70")
     assert any("from a single launch: too narrow" in table.note for table in shown.tables)
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
-    series = {one.label: one for one in cost_model.residuals_of(dim)}
+    series = {one.label: one for one in redistribution.residuals_of(dim)}
     assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)
     # ... and the built-in ones are as far off as the two formulas are.
     point = dim.residuals.points[0]
     built = made_up.ring_us(point.collective, point.size_bytes, 2, 19.3, 2.7)
     true = made_up.ring_us(point.collective, point.size_bytes, 2, *made_up.TRUTH["dp"])
     assert series["builtin"].y[0] == pytest.approx(built / true, rel=0.05)
-    words = [cost_model.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)]
+    words = [redistribution.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)]
     assert words == ["−50 %", "0 %", "+100 %", "−99 %", "−99.90 %"]
 
 

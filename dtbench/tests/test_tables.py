@@ -15,8 +15,7 @@ import msgspec
 import pytest
 
 from dtbench.cli.doctor import print_findings
-from dtbench.comparison.compare_runs import compare_runs
-from dtbench.comparison.run_comparison import print_comparison
+from dtbench.comparison.run_comparison import compare_runs, print_comparison
 from dtbench.engine.progress import ProgressLine, format_result, format_status_counts, print_status
 from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.machine.doctor import MachineFinding

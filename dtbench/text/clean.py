@@ -1,7 +1,5 @@
 """Output streams without control characters: no text can move the cursor or set the title."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Builders for table columns: text, times, bandwidths, ratios, percentages and counts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """JUnit XML: a suite of testcases in the format that CI systems read."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 from collections import Counter

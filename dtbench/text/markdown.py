@@ -1,7 +1,5 @@
 """GitHub Markdown: tables, and text from other sources without HTML or Markdown markup."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@ A secret is the value of an option, variable or header with a name such as "toke
 selected environment variables are recorded at all (`dtbench.machine.provenance`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

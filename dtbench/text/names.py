@@ -1,7 +1,5 @@
 """Spelling-tolerant names of machines and systems: `8xH100` and `h100-8x` both match `8xH100-AWS-p5`."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Tables for the terminal and the HTML page. A column has one unit, shown in its header, and aligned numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Numbers never wrap. On a terminal that is too narrow for them, lines extend beyo
 without markup and without control characters, which could move the cursor.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ Sizes use powers of 1024 (KiB, MiB), bandwidths powers of 1000 (GB/s), like nccl
 the unit is always exact.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ needed since a single bandwidth cannot describe the copies before and after a co
 reduce_scatter costs as much as its all_reduce (gloo).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -15,9 +13,16 @@ from typing import Any
 import numpy as np
 
 from dtbench.cost.calibration import intervals, setups
-from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.fit import Accuracy, Array, FittedLine, fit_curve, fit_ring, rising
-from dtbench.cost.calibration.times import COLLECTIVES, CallTimes, SizeTimes
+from dtbench.cost.calibration.times import (
+    COLLECTIVES,
+    CallTimes,
+    MeasuredDim,
+    SizeTimes,
+    builtin_link,
+    call_label,
+    measured_dims,
+)
 from dtbench.cost.estimate import ring_us
 from dtbench.errors import UsageError
 from dtbench.records.result import Run

@@ -17,8 +17,6 @@ standard deviation from few launches: it turns a normal distribution into Studen
 A single launch shows no variance between launches. Its repetitions are resampled, which gives too narrow intervals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checks that runs are launches of the same setup: mesh, backend and machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from dtbench.errors import UsageError

@@ -19,9 +19,15 @@ import numpy as np
 from msgspec import Struct
 
 from dtbench.cost.calibration.assemble import calibrate_dim, why_left_out
-from dtbench.cost.calibration.dims import MeasuredDim, builtin_link, call_label, measured_dims
 from dtbench.cost.calibration.setups import backend, check_same_setup, device_type, version_warnings
-from dtbench.cost.calibration.times import COLLECTIVES, CallTimes
+from dtbench.cost.calibration.times import (
+    COLLECTIVES,
+    CallTimes,
+    MeasuredDim,
+    builtin_link,
+    call_label,
+    measured_dims,
+)
 from dtbench.cost.estimate import estimate_call, ring_us
 from dtbench.errors import UsageError
 from dtbench.fields import Amount, Count

@@ -1,7 +1,5 @@
 """Renders the modules of `dtbench export`. All values from the topology are inserted with `literal`."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Case, spaces and punctuation of titles are ignored. A column that is not listed 
 in a table is ignored silently.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

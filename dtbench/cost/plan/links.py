@@ -1,7 +1,5 @@
 """Predicts communication times of a training step, from a machine's tables and network or a calibrated topology."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

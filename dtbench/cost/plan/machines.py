@@ -1,7 +1,5 @@
 """Descriptions of machines: nodes of equal GPUs, with their compute, memory and link speeds."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from importlib import resources

@@ -1,7 +1,5 @@
 """Converts the rows of a table of measured steps to training jobs and layouts."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

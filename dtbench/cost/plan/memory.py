@@ -4,8 +4,6 @@ Weights, gradients and optimizer states follow ZeRO (Rajbhandari et al. 2020, ar
 2 + 2 + 12 bytes per parameter). Activations follow Korthikanti et al. (2022, arXiv 2205.05198, section 4).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from dtbench.cost.plan.machines import FittedConstants

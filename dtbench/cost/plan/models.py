@@ -1,7 +1,5 @@
 """Descriptions of transformer models: the properties on which step time and communication depend."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -3,8 +3,6 @@
 Intervals are wider for jobs outside the range of GPUs, parameters and sequence lengths to which a machine was fitted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 

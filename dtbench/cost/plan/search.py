@@ -1,7 +1,5 @@
 """Searches the fastest layouts of a training job that fit into memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator

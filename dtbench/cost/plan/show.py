@@ -1,7 +1,5 @@
 """Prints plans, validations and machines as tables."""
 
-from __future__ import annotations
-
 from dtbench.cost.plan.machines import built_in, find_machine
 from dtbench.cost.plan.search import LayoutRow, PlanFile
 from dtbench.cost.plan.validate import StepsFile

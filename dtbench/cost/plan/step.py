@@ -12,8 +12,6 @@ Narayanan et al. 2021, arXiv 2104.04473, section 2.2) at the pace of the slowest
 part of the gradient reduction and with the optimizer.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Training jobs, the software that runs them, and their layouts over ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

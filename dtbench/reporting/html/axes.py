@@ -1,7 +1,5 @@
 """Axes of the figures: range, ticks and tick labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

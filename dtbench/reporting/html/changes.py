@@ -1,7 +1,5 @@
 """The comparison of base and head that the page shows: a result of the gate, or a comparison of runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

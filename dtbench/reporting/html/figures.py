@@ -4,8 +4,6 @@ A part specifies the panels and their content. This module computes common axes,
 Series differ in colour, marker and dash, so that they can be distinguished without colour.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Assembles the page from its parts, and cuts it to a maximum size."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
@@ -19,7 +17,7 @@ from dtbench.records.atomic import write_atomically
 from dtbench.records.result import Run
 from dtbench.reporting.html.changes import ROW
 from dtbench.reporting.html.parts import PARTS, front
-from dtbench.reporting.html.parts.provenance import provenance
+from dtbench.reporting.html.parts.front import provenance
 from dtbench.reporting.html.section import Material, ReportSection
 from dtbench.reporting.html.sources import KINDS, Sources
 from dtbench.reporting.html.svg import settings

@@ -1,7 +1,5 @@
 """The input of a report: files of several commands, identified by their content."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ colours, which are replaced by `var(--name)`, so that dark mode and print can re
 is unique to the figure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import html
 import io

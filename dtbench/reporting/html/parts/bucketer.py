@@ -1,7 +1,5 @@
 """Bucketed reduce-scatter: throughput over bucket size. Overlap of communication with computation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +7,6 @@ from functools import partial
 from dtbench.cost.bucket_size import bucket_choices
 from dtbench.grouping import group_by
 from dtbench.reporting.html.axes import bandwidth_tick, value_axis
-from dtbench.reporting.html.cases import ReportCase
 from dtbench.reporting.html.figures import CurvePanel, DotRow, Figure, Style, curves, dots, lines
 from dtbench.reporting.html.parts.suites import (
     CORE,
@@ -20,7 +17,7 @@ from dtbench.reporting.html.parts.suites import (
     mean_ratio,
     note_slow_floors,
 )
-from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection
 from dtbench.text import columns
 from dtbench.text.table import MAX_ROWS, Table, TableColumn
 from dtbench.text.units import format_size, format_speedup

@@ -1,7 +1,5 @@
 """Changes from base to head: ratios with their intervals, and a table to sort and filter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from dtbench.records.comparison import ComparedCase, Verdict

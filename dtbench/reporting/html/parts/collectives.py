@@ -1,22 +1,44 @@
-"""Collectives per mesh dim: bus bandwidth over size, late ranks, and contention between groups."""
+"""Collectives per mesh dim: bus bandwidth over size, contention between groups, and late ranks.
 
-from __future__ import annotations
+Another section compares the bus bandwidth of several systems.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
 
 from dtbench.grouping import group_by, in_order
-from dtbench.records.result import Header
-from dtbench.reporting.html.axes import bandwidths_axis
-from dtbench.reporting.html.cases import ReportCase, distinct, main_dtype
-from dtbench.reporting.html.figures import DASHES, LOOKS, CurvePanel, DrawnCurve, Figure, Style, curves, lines
-from dtbench.reporting.html.parts.ranks import add_ranks
+from dtbench.records.result import Header, Result, Run
+from dtbench.reporting.html.axes import bandwidths_axis, value_axis
+from dtbench.reporting.html.figures import (
+    DASHES,
+    LOOKS,
+    CurvePanel,
+    DotRow,
+    DrawnCurve,
+    Figure,
+    Style,
+    curves,
+    dots,
+    lines,
+)
 from dtbench.reporting.html.parts.redistribution import plain_cases, times_over_size
 from dtbench.reporting.html.parts.suites import case_columns
-from dtbench.reporting.html.section import Material, Part, ReportSection
-from dtbench.stats import bandwidth_drops
-from dtbench.stats.layout import layout_of
+from dtbench.reporting.html.section import (
+    Material,
+    Part,
+    ReportCase,
+    ReportSection,
+    collect,
+    distinct,
+    main_dtype,
+)
+from dtbench.stats import bandwidth_drops, estimate_s
+from dtbench.stats.layout import from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite import Param
+from dtbench.suite.mesh import Groups
 from dtbench.text import columns
 from dtbench.text.table import MAX_ROWS, Table
 from dtbench.text.units import format_bandwidth, format_size
@@ -241,3 +263,210 @@ COLLECTIVES = Part(
     "dtbench run collectives",
     measures_links=True,
 )
+
+
+# More rows are not readable on a page.
+MAX_RANKS = 48
+LATE = {"late": Style("s1", "D", words="median, lower and upper quartile")}
+
+
+@dataclass(frozen=True)
+class RankSkew:
+    """Arrival delays of all ranks at one collective over one mesh dim.
+
+    Attributes:
+        dim: the mesh dim.
+        name: the collective.
+        size_bytes: message size.
+        busbw_Bps: rank -> bus bandwidth of its group from the arrival of the last rank on, bytes per second.
+        late_s: rank -> (lower quartile, median, upper quartile) of its delay after the first rank of its group.
+        last: rank -> share of the samples in which it arrived last.
+    """
+
+    dim: str
+    name: str
+    size_bytes: int
+    busbw_Bps: dict[int, float]  # noqa: N815 - bytes per second
+    late_s: dict[int, tuple[float, float, float]]
+    last: dict[int, float]
+
+    @property
+    def words(self) -> str:
+        return f"{self.dim}: {self.name}, {format_size(self.size_bytes)}"
+
+
+def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
+    header, skews = runs[0].header, ranks_of(runs)
+    section.add(_arrival_figure(skews), _ranks_table(skews, header))
+
+
+def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
+    """Returns the delays of each mesh dim, at the largest all_reduce (or else the first collective) of all groups."""
+    skews, groups = [], mesh_groups(runs[0].header)
+    measured = [r for run in runs for r in run.ok("collectives") if r.rank_samples_s and r.size_bytes]
+    usual = {"groups": ("together", None), "mode": ("isolated", None)}
+    plain = [r for r in measured if all(r.params.get(name) in values for name, values in usual.items())]
+    by_dim = group_by((r for r in plain if r.busbw_Bps and r.algbw_Bps), lambda r: r.params.get("mesh_dim"))
+    for dim in runs[0].header.mesh.dim_names if groups else ():
+        if results := by_dim.get(dim):
+            chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
+            matching = [r for r in results if (r.name, r.size_bytes) == (chosen.name, chosen.size_bytes)]
+            skews.append(_ranks_of(dim, matching, groups[dim]))
+    return [skew for skew in skews if skew.late_s]
+
+
+def _ranks_of(dim: str, results: Sequence[Result], groups: Groups) -> RankSkew:
+    """Merges the launches: the median for bandwidths, quartiles over all samples for delays."""
+    skew = RankSkew(dim, results[0].name, results[0].size_bytes or 0, {}, {}, {})
+    for group in groups:
+        late, bandwidths = [], []
+        for result in results:
+            assert result.busbw_Bps and result.algbw_Bps and result.size_bytes
+            shared = min(len(result.rank_samples_s.get(str(rank), ())) for rank in group)
+            if len(group) < 2 or not shared:
+                continue
+            late.append(_lateness_s(result, group, shared))
+            # Empty if the ranks have different numbers of samples, as in a damaged file.
+            samples = from_last_arrival_s(result, [group])
+            if samples and (from_last := estimate_s(samples, result)) > 0:
+                bandwidths.append(result.size_bytes * result.busbw_Bps / result.algbw_Bps / from_last)
+        if bandwidths:
+            skew.busbw_Bps.update(dict.fromkeys(group, float(np.median(bandwidths))))
+        delays = np.hstack(late) if late else ()
+        for index, (rank, rank_delays) in enumerate(zip(group, delays, strict=False)):
+            low, middle, high = np.quantile(rank_delays, (0.25, 0.5, 0.75)).tolist()
+            skew.late_s[rank] = low, middle, high
+            skew.last[rank] = float(np.mean(np.argmax(delays, axis=0) == index))
+    return skew
+
+
+def _lateness_s(result: Result, group: Sequence[int], samples: int) -> np.ndarray:
+    """Returns the delay of each rank after the first rank of its group, shape (ranks, samples).
+
+    Without a common clock, the delay is estimated as the longest time of all ranks minus the rank's own time.
+    """
+    arrivals_s = [result.rank_arrivals_s.get(str(rank), ())[:samples] for rank in group]
+    if all(len(times) == samples for times in arrivals_s):
+        arrivals = np.array(arrivals_s)
+        return np.asarray(arrivals - arrivals.min(axis=0))
+    times_s = np.array([result.rank_samples_s[str(rank)][:samples] for rank in group])
+    return np.asarray(times_s.max(axis=0) - times_s)
+
+
+def _arrival_figure(skews: Sequence[RankSkew]) -> Figure | None:
+    """Draws the delay of each rank."""
+    panels = {}
+    for skew in skews:
+        latest = sorted(skew.late_s, key=lambda rank: -skew.late_s[rank][1])[:MAX_RANKS]
+        panels[skew.words] = [
+            DotRow(
+                f"rank {rank}",
+                {"late": skew.late_s[rank][1]},
+                f"last {skew.last.get(rank, 0):.0%}",
+                {"late": (skew.late_s[rank][0], skew.late_s[rank][2])},
+            )
+            for rank in (sorted(latest) if len(skew.late_s) <= MAX_RANKS else latest)
+        ]
+
+    return dots(
+        "skew",
+        panels,
+        LATE,
+        "Rank skew: each rank’s arrival at the collective after the first rank of its group, and the share of samples "
+        "in which it arrived last. A rank that is nearly always last delays its group.",
+        partial(value_axis, log=False),
+        folded="Arrival delay, rank by rank",
+    )
+
+
+def _ranks_table(skews: Sequence[RankSkew], header: Header) -> Table:
+    hosts = {rank.rank: rank.host for rank in header.ranks}
+    rows = [(skew, rank) for skew in skews for rank in sorted(skew.late_s)]
+    late = [skew.late_s[rank] for skew, rank in rows]
+    return Table(
+        "Every rank: arrival delay and bandwidth of its group",
+        [
+            columns.text("Mesh dim", [skew.dim for skew, _ in rows]),
+            columns.text("Collective", [skew.name for skew, _ in rows]),
+            columns.sizes("Size", [format_size(skew.size_bytes) for skew, _ in rows]),
+            columns.counts("Rank", [rank for _, rank in rows]),
+            columns.text("Host", [hosts.get(rank) or "" for _, rank in rows]),
+            *columns.times(
+                [
+                    (word, [quartiles[i] for quartiles in late])
+                    for i, word in enumerate(("delay, p25", "median", "p75"))
+                ]
+            ),
+            columns.percents("last", [skew.last.get(rank, 0) for skew, rank in rows], 0, "% of samples"),
+            *columns.bandwidths([("group’s bus", [skew.busbw_Bps.get(rank) for skew, rank in rows])]),
+        ],
+        folded=True,
+    )
+
+
+# More lines in a panel are not readable.
+MAX_SYSTEMS = 6
+# Collective -> cases of one system by size.
+_Curves = Mapping[str, Sequence[ReportCase]]
+
+
+def fill_systems(section: ReportSection, material: Material) -> None:
+    shown = section.capped(material.sources.systems, "systems", MAX_SYSTEMS)
+    if not shown:
+        return
+    systems = {_system_label(runs, material.sources.systems): _curves(runs) for runs in shown}
+    section.lead = (
+        "Bus bandwidth is comparable between numbers of ranks; dtypes and modes are those of each file. "
+        f"The other sections show {next(iter(systems))}."
+    )
+    best = {label: best for label, of_system in systems.items() if (best := _best_bandwidth(of_system))}
+    rates = ", ".join(f"{label} {format_bandwidth(rate)}" for label, rate in best.items())
+    section.outcome = f"at best {rates}"
+    section.add(_systems_figure(systems))
+
+
+def _system_label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
+    """Returns the name of the first file, with its folder if several systems have files of that name."""
+    names = [system[0].path.stem for system in systems]
+    path = runs[0].path
+    return path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}"
+
+
+def _curves(runs: Sequence[Run]) -> _Curves:
+    """Selects the cases of each collective: largest group, all groups together, isolated calls, if available."""
+    by_name: dict[str, list[ReportCase]] = {}
+    cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
+    for name, members in group_by(cases, lambda c: c.name).items():
+        max_ranks = max(c.number("ranks") for c in members)
+        usual = {"ranks": max_ranks, "groups": "together", "mode": "isolated", "dtype": "float32"}
+        for param, value in usual.items():
+            members = [c for c in members if c.get(param) == value] or members
+        key = ("mesh_dim", "groups", "mode", "dtype", "in_place")
+        matching = [c for c in members if all(c.get(param) == members[0].get(param) for param in key)]
+        by_name[name] = sorted(matching, key=lambda c: c.only.size_bytes or 0)
+    return by_name
+
+
+def _best_bandwidth(curves_by_name: _Curves) -> float | None:
+    """Returns the best bus bandwidth of all_reduce, or else of the first collective."""
+    cases = curves_by_name.get("all_reduce") or next(iter(curves_by_name.values()), [])
+    return max((c.only.busbw_Bps or 0.0 for c in cases), default=None)
+
+
+def _systems_figure(systems: Mapping[str, _Curves]) -> Figure | None:
+    panels = []
+    for name in distinct(name for system in systems.values() for name in system):
+        points = {label: bandwidth_points(system.get(name, ())) for label, system in systems.items()}
+        panels.append(CurvePanel(name, lines(points)))
+    # Collectives of a single system are only drawn if the systems share none.
+    panels = [panel for panel in panels if len(panel.series) > 1] or panels
+    return curves(
+        "systems",
+        panels,
+        dict(zip(systems, LOOKS, strict=False)),
+        "Bus bandwidth over tensor size; both axes logarithmic and common to all panels.",
+        y=bandwidths_axis,
+    )
+
+
+SYSTEMS = Part("systems", "Comparison of systems", fill_systems)

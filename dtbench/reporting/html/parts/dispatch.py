@@ -1,13 +1,10 @@
 """Dispatch latency: time per call on the host, cached and first calls, and stages of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dtbench.engine.findings import describe_added_time
 from dtbench.grouping import group_by, in_order
 from dtbench.records.profile import CallStages, Stage
-from dtbench.reporting.html.cases import ReportCase, distinct
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
@@ -17,7 +14,7 @@ from dtbench.reporting.html.parts.suites import (
     ratio_caption,
     time_columns,
 )
-from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct
 from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, kind_of
 from dtbench.suite import STAGES
 from dtbench.suite.case import FLOOR

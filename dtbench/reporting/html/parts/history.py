@@ -1,7 +1,5 @@
 """Times of earlier revisions per kind of machine, those with the largest changes first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """A profiled job, and profiles of a suite's cases: timeline of one step, bandwidths, tables."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

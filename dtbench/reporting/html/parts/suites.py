@@ -1,7 +1,5 @@
 """Figures and tables of cases for all parts; the parts for tensor parallelism and for other suites."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,9 +8,8 @@ from itertools import cycle
 from dtbench.engine.findings import describe_slow_floors
 from dtbench.grouping import group_by, in_order
 from dtbench.reporting.html.axes import value_axis
-from dtbench.reporting.html.cases import ReportCase, distinct, geometric_mean
 from dtbench.reporting.html.figures import MAX_DOT_ROWS, DotRow, Style, dots
-from dtbench.reporting.html.section import Material, Part, ReportSection
+from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct, geometric_mean
 from dtbench.stats.dispatch_headline import FEWEST_CASES
 from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
