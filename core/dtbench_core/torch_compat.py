@@ -97,11 +97,11 @@ def current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if has_streams else None
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # None in a build for CPUs
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent in builds for CPUs
 
 
 def stream_handle(device: torch.device) -> object:
-    """Returns what identifies the current stream of a CUDA device, without making an object for it; else None."""
+    """Returns an identifier of the current stream of a CUDA device, without making an object for it; else None."""
     return _raw_stream(device.index) if _raw_stream is not None and device.type == "cuda" else None
 
 
@@ -398,7 +398,7 @@ def traced_value(tensor: torch.Tensor, tracer: Any) -> Any:
 
 
 def trace_as(tensor: torch.Tensor, proxy: Any, tracer: Any) -> None:
-    """Makes `tensor` stand for `proxy` in the graph."""
+    """Represents `proxy` by `tensor` in the graph."""
     with untraced():
         proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
 

@@ -1,6 +1,6 @@
 """Plans: how one op runs for one combination of specs and static arguments.
 
-make_plan.py builds a plan once and dispatch keeps it. Each kind of plan stands for one way in which an op treats its
+make_plan.py builds a plan once and dispatch keeps it. Each kind of plan implements one way in which an op treats its
 arguments (`plan_of_kind` chooses it), so that `run` only looks at what can change from call to call.
 
     Functional, SeveralResults   the op makes new tensors
@@ -72,7 +72,7 @@ class OpPlan:
     Attributes:
         info: the op.
         kernel: the function that runs on the shards.
-        out: spec of the result; for several results a list, with None for a result that is no tensor; None if the op
+        out: spec of the result; for several results a list, with None for a result that is not a tensor; None if the op
             returns a Python value.
         functional: whether the op makes new tensors and runs unchanged on the shards.
         counts: whether the plan increments the version of the tensors that it writes to. Torch does so otherwise.
@@ -163,7 +163,7 @@ def _counted(plan: OpPlan, call: Call, tensors: Sequence[Value], *, view: bool =
 
 
 class Functional(OpPlan):
-    """One new tensor."""
+    """Plan of an op that makes one new tensor."""
 
     __slots__ = ()
 
@@ -190,7 +190,7 @@ class SeveralResults(OpPlan):
 
 
 class View(OpPlan):
-    """One view of the first argument, sharing its memory.
+    """Plan of an op whose result is a view of the first argument, sharing its memory.
 
     Attributes:
         offsets: where each result begins behind the first argument, in bytes of the global tensor.

@@ -38,12 +38,12 @@ from dtbench_core.torch_compat import dispatch_modes_active, is_traced, ranks_of
 T = TypeVar("T")
 Dims = frozenset[int]  # indices of mesh dims
 
-# How long a rank that moved waits for the others. Ranks that draw together report within milliseconds, and within
+# Seconds that a rank that moved waits for the others. Ranks that draw together report within milliseconds, and within
 # seconds if they compile, load data or write a checkpoint in between. A rank that reports later loses the seed it set.
 PATIENCE_S = 10.0
 # The same for a rank that moved alone the last time and was not seeded since, as if rank 0 draws at every step.
 LONE_PATIENCE_S = 0.2
-# Decisions that stay in the store for late ranks. A rank that finds none comes to the same decision after waiting.
+# Decisions that stay in the store for late ranks. A rank that finds none reaches the same decision after waiting.
 MAX_KEPT_DECISIONS = 16
 POLL_S = 1e-4, 1e-2  # first and longest interval between two reads of the store
 DIFFERS = 1 << 32  # larger than any number of ranks; added to the count of ranks for each whose state differs
@@ -58,7 +58,7 @@ class Lineage:
 
 
 class Agreement:
-    """What is recorded of the generators of the ranks of a mesh.
+    """The recorded state of the generators of a mesh's ranks.
 
     Attributes:
         name: prefix of the mesh's keys in the store.

@@ -272,7 +272,7 @@ def runs_of_rank(
 
 
 def _locate_run(joined: list[tuple[int, int]], run: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns the runs of the dim that a run of the local tensor stands for.
+    """Returns the runs of the dim that corresponds to a run of the local tensor.
 
     Args:
         joined: (offset in the dim, length) runs whose concatenation is the local tensor.

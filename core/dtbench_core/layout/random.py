@@ -169,7 +169,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
     would draw after `torch.manual_seed(seed)`.
 
     Raises:
-        ArgumentError: the seed is no int; or, on every rank, the seeds differ.
+        ArgumentError: the seed is not an int; or, on every rank, the seeds differ.
     """
     if not isinstance(seed, int):
         raise ArgumentError(f"manual_seed got {seed!r}, expected an int: the seed of torch.manual_seed")
