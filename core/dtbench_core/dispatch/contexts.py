@@ -79,7 +79,7 @@ class ExplicitRedistributionContext:
         _explicit.set(self._outer.pop())
 
     def observe(self, op: Any, spec: DTensorSpec, placements: Placements) -> None:
-        """Checks an implicit redistribution before it runs. All ranks reach the same result, since their specs are equal.
+        """Checks an implicit redistribution before it runs. All ranks reach the same result, as specs are equal.
 
         Raises:
             RedistributionError: this context forbids it.
