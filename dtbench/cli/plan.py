@@ -12,8 +12,7 @@ import click
 from dtbench.cli import options
 
 if TYPE_CHECKING:
-    from dtbench.cost.plan.links import Links
-    from dtbench.cost.plan.machines import MachineSpec
+    from dtbench.cost.plan.machines import Links, MachineSpec
     from dtbench.cost.plan.search import PlanFile
     from dtbench.cost.plan.training import TrainingJob
     from dtbench.cost.plan.validate import StepsFile
@@ -99,8 +98,7 @@ def plan_command(
 
     from dtbench.cost.plan import show
     from dtbench.cost.plan.machines import find_machine
-    from dtbench.cost.plan.models import find_model
-    from dtbench.cost.plan.training import TrainingJob
+    from dtbench.cost.plan.training import TrainingJob, find_model
     from dtbench.cost.plan.validate import validate_table
     from dtbench.text.terminal import print_json
 
@@ -163,8 +161,7 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
     import msgspec
     from msgspec import structs
 
-    from dtbench.cost.plan.csv_table import read_table
-    from dtbench.cost.plan.measured_steps import MeasuredSteps, read_steps
+    from dtbench.cost.plan.measured_steps import MeasuredSteps, read_steps, read_table
     from dtbench.cost.plan.validate import fit_machine
     from dtbench.records.atomic import refuse_taken, write_atomically
 
@@ -186,7 +183,7 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
 
 
 def _links(machine: MachineSpec, topology: Path | None) -> Links:
-    from dtbench.cost.plan.links import NodeLinks, TopologyLinks
+    from dtbench.cost.plan.machines import NodeLinks, TopologyLinks
     from dtbench.records.topology import read_topology
 
     if topology is None:

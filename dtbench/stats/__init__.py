@@ -1,10 +1,8 @@
 """The statistics of dtbench, and the analysis of runs.
 
-    order.py              quantiles, and the estimate of a launch from its samples
-    rank_tests.py         tests of whether launches differ, and by which ratio
-    pairs.py              comparison of pairs of launches; thresholds
+    order.py              quantiles, the estimate of a launch, intervals from resampling
+    rank_tests.py         whether launches or pairs of launches differ, and by which ratio
     drift.py              changes that plain torch shares with all other implementations
-    bootstrap.py          intervals from resampling
     drops.py              sizes at which bandwidth drops
     frame.py              runs as pandas data frames
     layout.py             placement of process groups on hosts
@@ -17,7 +15,6 @@ compared on the log scale, where 2x faster and 2x slower are equally far from no
 
 from dtbench.records.comparison import MIN_CHANGE, MIN_CHANGE_S, change_threshold
 from dtbench.records.timing import SHARES, quantile, summarize, timing_quantiles
-from dtbench.stats.bootstrap import interval, resample
 from dtbench.stats.drift import FLOORS, is_explained_by_drift, suggests_drift, suite_drifts
 from dtbench.stats.drops import bandwidth_drops
 from dtbench.stats.order import (
@@ -25,18 +22,23 @@ from dtbench.stats.order import (
     estimate_s,
     estimates_s,
     index_blocks,
+    interval,
     order_statistic,
+    resample,
 )
-from dtbench.stats.pairs import (
+from dtbench.stats.rank_tests import (
     FAMILY_P,
     MAX_LAUNCH_SPREAD,
     MAX_P,
     Effect,
+    RatioEstimate,
     exceeds_launch_spread,
+    hodges_lehmann_ratio,
     paired_effect,
+    rank_test,
+    signed_rank_p,
     significance_level,
 )
-from dtbench.stats.rank_tests import RatioEstimate, hodges_lehmann_ratio, rank_test, signed_rank_p
 
 __all__ = [
     "FAMILY_P",

@@ -1,4 +1,4 @@
-"""Order statistics of samples: the estimate of a launch, and quantiles of many sample sets at once."""
+"""Quantiles of samples, the estimate of a launch, and intervals from bootstrap replicates."""
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -69,3 +69,30 @@ def index_blocks(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
         # Blocks of 256 make numpy's overhead per call small and still keep arrays small.
         for first in range(0, len(indices), 256):
             yield key, indices[first : first + 256]
+
+
+Array = NDArray[np.float64]
+
+
+def resample(values: Array, count: int, rng: np.random.Generator) -> Array:
+    """Draws `count` samples of n values each, with replacement, from n values.
+
+    Args:
+        values: shape (n, ...).
+
+    Returns:
+        Shape (count, n, ...).
+    """
+    return np.asarray(values[rng.integers(len(values), size=(count, len(values)))])
+
+
+def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated: bool = True) -> Array:
+    """Returns [low, high], between which the central `share` of the replicates lies; per column if there are several.
+
+    Args:
+        interpolated: interpolate between replicates. Otherwise both ends are replicates, as indices have to be.
+    """
+    tails = [(1 - share) / 2, (1 + share) / 2]
+    return np.asarray(
+        np.quantile(replicates, tails, axis=0, method="linear" if interpolated else "inverted_cdf")
+    )

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import render
-from dtbench.cost.plan.links import TopologyLinks
+from dtbench.cost.plan.machines import TopologyLinks
 from dtbench.errors import EXIT_OK
 from dtbench.records.topology import CalibratedTopology, read_topology
 from dtbench.reporting.html.parts import redistribution

@@ -23,10 +23,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtbench.comparison.references import TABLE, read_systems
-from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.machines import find_machine
-from dtbench.cost.plan.measured_steps import read_steps
-from dtbench.cost.plan.models import find_model
+from dtbench.cost.plan.measured_steps import read_steps, read_table
+from dtbench.cost.plan.training import find_model
 from dtbench.errors import DtbenchError
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from dtbench.cost.plan.machines import find_machine
-from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.step import ITEM, bytes_per_step
-from dtbench.cost.plan.training import TrainingJob, TrainingLayout
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout, find_model
 from dtbench.errors import UsageError
 from dtbench.records.job import Collective, Job, RankJob
 from dtbench.traces.required_volume import compare_volumes

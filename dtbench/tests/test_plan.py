@@ -13,12 +13,19 @@ import pytest
 from msgspec import structs
 
 from dtbench.cost.plan import measured_steps, search
-from dtbench.cost.plan.links import NodeLinks
-from dtbench.cost.plan.machines import FittedConstants, MachineSpec, Network, find_machine
-from dtbench.cost.plan.memory import memory_of
-from dtbench.cost.plan.models import TransformerModel, built_in_models, find_model, model_called
-from dtbench.cost.plan.step import model_flops, predict_step
-from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, stage_layers
+from dtbench.cost.plan.machines import FittedConstants, MachineSpec, Network, NodeLinks, find_machine
+from dtbench.cost.plan.step import memory_of, model_flops, predict_step
+from dtbench.cost.plan.training import (
+    PLAIN,
+    Software,
+    TrainingJob,
+    TrainingLayout,
+    TransformerModel,
+    built_in_models,
+    find_model,
+    model_called,
+    stage_layers,
+)
 from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 
 GPT = measured_steps.gpt(hidden=1024, layers=8, heads=16)

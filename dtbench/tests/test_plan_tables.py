@@ -11,14 +11,13 @@ import pytest
 from msgspec import structs
 
 from dtbench.cost.plan import machines, measured_steps, prediction_intervals
-from dtbench.cost.plan.csv_table import read_table
 from dtbench.cost.plan.machines import (
     ErrorBounds,
     find_machine,
     machine_called,
 )
-from dtbench.cost.plan.models import built_in_models
-from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout
+from dtbench.cost.plan.measured_steps import read_table
+from dtbench.cost.plan.training import PLAIN, Software, TrainingJob, TrainingLayout, built_in_models
 from dtbench.errors import DtbenchError
 from dtbench.records.topology import write_topology
 from dtbench.tests.made_up import Cli

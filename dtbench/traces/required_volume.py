@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from dtbench.cost.plan.machines import find_machine
-from dtbench.cost.plan.models import find_model
 from dtbench.cost.plan.step import bytes_per_step
-from dtbench.cost.plan.training import TrainingJob, TrainingLayout
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout, find_model
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
 from dtbench.records.job import Job, VolumeComparison

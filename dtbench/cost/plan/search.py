@@ -7,13 +7,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from dtbench.cost.plan.links import Links
-from dtbench.cost.plan.machines import MachineSpec
-from dtbench.cost.plan.memory import MemoryUse, memory_of
-from dtbench.cost.plan.models import TransformerModel
+from dtbench.cost.plan.machines import Links, MachineSpec
 from dtbench.cost.plan.prediction_intervals import extrapolation, interval
-from dtbench.cost.plan.step import StepTime, predict_step
-from dtbench.cost.plan.training import RECOMPUTE, TrainingJob, TrainingLayout
+from dtbench.cost.plan.step import MemoryUse, StepTime, memory_of, predict_step
+from dtbench.cost.plan.training import RECOMPUTE, TrainingJob, TrainingLayout, TransformerModel
 from dtbench.errors import UsageError
 from dtbench.text.units import format_bytes
 

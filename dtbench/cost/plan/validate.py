@@ -11,13 +11,18 @@ import numpy as np
 from msgspec import Struct, structs
 from scipy.optimize import least_squares
 
-from dtbench.cost.plan.csv_table import CsvTable, read_table
-from dtbench.cost.plan.links import Links, NodeLinks
-from dtbench.cost.plan.machines import COLLECTIVES, FittedConstants, MachineSpec, find_machine, machine_called
-from dtbench.cost.plan.measured_steps import MeasuredStep, MeasuredSteps, read_steps
-from dtbench.cost.plan.memory import memory_of
+from dtbench.cost.plan.machines import (
+    COLLECTIVES,
+    FittedConstants,
+    Links,
+    MachineSpec,
+    NodeLinks,
+    find_machine,
+    machine_called,
+)
+from dtbench.cost.plan.measured_steps import CsvTable, MeasuredStep, MeasuredSteps, read_steps, read_table
 from dtbench.cost.plan.prediction_intervals import error_of, extrapolation, fitted_range_of, interval, kind_of
-from dtbench.cost.plan.step import predict_step
+from dtbench.cost.plan.step import memory_of, predict_step
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
 from dtbench.text.units import plural
