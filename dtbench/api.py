@@ -313,11 +313,11 @@ def _run_here(
     from dtbench.engine.session import make_instruments
     from dtbench.engine.tasks import list_tasks
     from dtbench.machine.provenance import build_header, local_rank_info
-    from dtbench.records.atomic import refuse_taken
+    from dtbench.records.atomic import check_output_path
 
     with _world(suite, timeout_s) as (world, ranks, barrier):
         if output is not None and ranks.rank == 0:
-            refuse_taken(Path(output))
+            check_output_path(Path(output))
         device = world.device
         run_options = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
@@ -374,7 +374,7 @@ def _shared(
     """Returns rank 0's results on every rank, and writes them to the file."""
     import msgspec
 
-    from dtbench.records.read import into
+    from dtbench.records.read import convert
     from dtbench.records.run import RunWriter
 
     lines = [msgspec.to_builtins(line) for line in (header, *results)]
@@ -385,7 +385,7 @@ def _shared(
             for result in results:
                 writer.append(result)
             writer.end()
-    return Results(path, into(head, Header), tuple(into(row, Result) for row in rows), complete=True)
+    return Results(path, convert(head, Header), tuple(convert(row, Result) for row in rows), complete=True)
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
-def place_in(error: BaseException, source: object) -> str:
+def format_location(error: BaseException, source: object) -> str:
     """` (FILE:LINE)`, where in a file the error arose; empty where it did not pass through there.
 
     source: the path of the file, or a function in it.
@@ -124,7 +124,7 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """The program's own line on stderr. A reader that has gone away (`| head`) does not end the program."""
     with suppress(OSError, ValueError):
         print(f"dtbench: {text}", file=sys.stderr, flush=True)  # noqa: T201

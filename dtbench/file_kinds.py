@@ -51,7 +51,7 @@ def _head_of(path: Path) -> bytes:
         return b""
 
 
-def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
+def refuse_other_kind(path: Path, expected: str, *, programs: bool = False) -> None:
     """Raises UnreadableRunError for a trace or a file of dtbench, of a kind that `expected` does not name, and for a
     program in Python where `programs`."""
     head = _head_of(path)
@@ -63,18 +63,18 @@ def refuse_job(path: Path, expected: str, *, programs: bool = False) -> None:
             f"read it with `dtbench {command.format(shlex.quote(str(path)))}`"
         )
     if programs and path.suffix == ".py" and path.is_file():
-        raise UnreadableRunError(f"{path} is a program, expected {expected}; {how_to_profile(path)}")
+        raise UnreadableRunError(f"{path} is a program, expected {expected}; {profile_hint(path)}")
 
 
-def refuse_program(path: Path) -> None:
+def refuse_non_suite(path: Path) -> None:
     """Raises UsageError for a file in Python that imports nothing of dtbench and so has no suite; it is not run."""
     if not _OURS.search(path.read_bytes()):
         raise UsageError(
-            f"{path} registers no suite, as it imports nothing of dtbench, and was not run; {how_to_profile(path)}"
+            f"{path} registers no suite, as it imports nothing of dtbench, and was not run; {profile_hint(path)}"
         )
 
 
-def how_to_profile(path: Path) -> str:
+def profile_hint(path: Path) -> str:
     name = shlex.quote(str(path))
     return (
         f"to profile a job: `dtbench profile -- python {name}`, or `dtbench profile -- torchrun ... {name}`"

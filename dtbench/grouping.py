@@ -17,6 +17,6 @@ def group_by(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]
     return grouped
 
 
-def in_order(names: Collection[str], order: Sequence[str]) -> list[str]:
+def sort_by_order(names: Collection[str], order: Sequence[str]) -> list[str]:
     """Each name once: those of `order` as there, then the others by the alphabet."""
     return [name for name in order if name in names] + sorted(set(names).difference(order))

@@ -61,7 +61,7 @@ def compare_command(
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
-    base = base if base.exists() else baselines.find(base)
+    base = base if base.exists() else baselines.find_run_file(base)
     comparison = compare_runs(*([read_run(path, with_samples=False)] for path in (base, head)))
     print_comparison(comparison, as_json)
     if exports:

@@ -10,7 +10,7 @@ import click
 
 from dtbench.cli import options
 from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
-from dtbench.errors import EXIT_INTERRUPTED, OutputError, complain, plain
+from dtbench.errors import EXIT_INTERRUPTED, OutputError, plain, print_error
 
 if TYPE_CHECKING:
     from dtbench.records.gate import Gate
@@ -106,10 +106,10 @@ def gate_command(
     try:
         report = gate(options, _say)
     except KeyboardInterrupt:
-        complain("interrupted")
+        print_error("interrupted")
         return EXIT_INTERRUPTED
     _publish(report, as_json)
-    write_exports(outputs.points_of(report), exports)
+    write_exports(outputs.gate_points(report), exports)
     if history_path is not None:
         _say(
             f"head's times are in {history_path}"
@@ -126,9 +126,9 @@ def _say(text: str) -> None:
 def _publish(report: Gate, as_json: bool) -> None:
     """Prints the result and, in a GitHub job, appends it to the summary."""
     from dtbench.gate import outputs
-    from dtbench.records.gate import text_of
+    from dtbench.records.gate import encode_gate
 
-    for line in [text_of(report)] if as_json else outputs.lines(report):
+    for line in [encode_gate(report)] if as_json else outputs.lines(report):
         click.echo(line)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         try:

@@ -163,11 +163,11 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
 
     from dtbench.cost.plan.measured_steps import MeasuredSteps, read_steps, read_table
     from dtbench.cost.plan.validate import fit_machine
-    from dtbench.records.atomic import refuse_taken, write_atomically
+    from dtbench.records.atomic import check_output_path, write_atomically
 
     if output is None:
         raise click.UsageError("--fit writes a machine file: give -o FILE.json")
-    refuse_taken(output)
+    check_output_path(output)
     by_table = [read_steps(read_table(path), machine, sequence) for path in tables]
     measured = MeasuredSteps(
         steps=[step for table in by_table for step in table.steps],

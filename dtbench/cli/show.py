@@ -38,7 +38,7 @@ def show_command(
       dtbench show run.jsonl collectives/all_reduce --sort=-busbw
       dtbench show *.jsonl --csv > results.csv
     """
-    from dtbench.records.exports import points_of, write_exports
+    from dtbench.records.exports import run_points, write_exports
     from dtbench.records.run import read_run
     from dtbench.reporting.run_tables import choose, print_csv, print_runs, print_runs_json
 
@@ -75,7 +75,7 @@ def show_command(
     else:
         print_runs(read)
     if exports:
-        write_exports(points_of(read), exports)
+        write_exports(run_points(read), exports)
     return EXIT_OK
 
 
@@ -132,7 +132,7 @@ def report_command(
     from dtbench.records import baselines
     from dtbench.reporting.html import gather, write_report
 
-    baseline = tuple(path if path.exists() else baselines.find(path) for path in baseline)
+    baseline = tuple(path if path.exists() else baselines.find_run_file(path) for path in baseline)
     sources = gather(files, [path for path in baseline if not is_profile(path)], topology)
     if sources.job:
         from dtbench.traces.analysis import analyze

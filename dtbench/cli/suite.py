@@ -46,11 +46,11 @@ def new(file: Path) -> None:
     Example:
       dtbench suite new mine.py && dtbench suite check mine.py
     """
-    from dtbench.records.atomic import refuse_taken, write_atomically
+    from dtbench.records.atomic import check_output_path, write_atomically
 
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise click.UsageError(f"got {file}, expected the name of a Python module, such as mine.py")
-    refuse_taken(file, other="another FILE")
+    check_output_path(file, other="another FILE")
     write_atomically(file, NEW_SUITE.format(name=file.stem), lambda _head: False, "suite")
     click.echo(f"the suite is in {file}; `dtbench suite check {file}` tries it")
 

@@ -24,7 +24,7 @@ from dtbench.errors import (
 )
 from dtbench.fields import Positive, Whole
 from dtbench.grouping import group_by
-from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.records.read import BadFieldError, convert, read_json
 from dtbench.records.result import Result, Run
 from dtbench.stats.layout import layout_of
 from dtbench.text.names import name_words, nearest
@@ -122,7 +122,7 @@ def read_systems(path: Path = TABLE) -> tuple[System, ...]:
         UnreadableRunError: the file does not exist or is damaged.
     """
     try:
-        return into(read_json(path, "a reference table of dtbench", MAX_BYTES), _SystemsFile).systems
+        return convert(read_json(path, "a reference table of dtbench", MAX_BYTES), _SystemsFile).systems
     except BadFieldError as error:
         raise UnreadableRunError(f"the reference table {path} is damaged: {error}") from error
 

@@ -28,7 +28,7 @@ from dtbench.comparison.compare_launches import (
 from dtbench.errors import plain
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change, ComparedCase, Verdict
-from dtbench.records.exports import Point, relative
+from dtbench.records.exports import Point, compared_point
 from dtbench.records.result import CaseKey, Header, Result, Run, estimator_of
 from dtbench.stats import FLOORS, MAX_P, is_explained_by_drift, suggests_drift, suite_drifts
 from dtbench.text.table import TableColumn
@@ -91,7 +91,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     @property
     def points(self) -> list[Point]:
         """Times of head for other tools. Their bounds are those of the ratio times the time of base."""
-        return [*filter(None, (relative(row, row.verdict, row.reason) for row in self.rows))]
+        return [*filter(None, (compared_point(row, row.verdict, row.reason) for row in self.rows))]
 
     @property
     def summary(self) -> str:

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, OutputError, UnreadableRunError, complain
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, OutputError, UnreadableRunError, print_error
 from dtbench.grouping import group_by
 from dtbench.records.result import Result
 from dtbench.records.run import RunWriter, read_run
@@ -223,12 +223,12 @@ def record_failure(
         if has_failed:
             _record(diagnosis, case, output, writer)
     except OutputError as error:
-        complain(f"{message}: {error}")
+        print_error(f"{message}: {error}")
         return False
     if has_failed and may_restart:
-        complain(f"{message}: recorded as failed; continuing with new ranks")
+        print_error(f"{message}: recorded as failed; continuing with new ranks")
         return True
-    complain(f"{message}: {describe_kept_results(output)}")
+    print_error(f"{message}: {describe_kept_results(output)}")
     return False
 
 

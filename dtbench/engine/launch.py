@@ -35,12 +35,12 @@ from dtbench.errors import (
     EXIT_OWN_FAULT,
     EXIT_USAGE,
     WorldBrokenError,
-    complain,
+    print_error,
 )
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.limits import refuse_local_ranks
 from dtbench.records import baselines
-from dtbench.records.atomic import refuse_taken
+from dtbench.records.atomic import check_output_path
 from dtbench.text.units import plural
 
 # After so many restarts in a row without a result the machine is at fault, not a case.
@@ -67,13 +67,13 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     if place is not None:
         Session(request, place, spec).run()
     if request.save_baseline is not None:
-        baselines.named(request.save_baseline)
+        baselines.baseline_path(request.save_baseline)
     with print_status_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
         selection = select_here(request)
     output = output_of(request.output)
     previous = run_to_resume(selection, output)
     if previous is None:
-        refuse_taken(output, resumable=True)
+        check_output_path(output, resumable=True)
     elif previous.complete:
         return say_complete(previous)
     print_status(f"starting {plural(selection.options.world_size, 'process')}, loading torch")
@@ -123,7 +123,7 @@ def _measure_launch(selection: Selection, spec: LaunchSpec, output: Path) -> Ran
         )
         if not record_failure(report.diagnosis, report.case, output, may_restart=may_restart):
             if restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT:
-                complain(
+                print_error(
                     f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: {describe_kept_results(output)}"
                 )
             return report

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from dtbench.engine.tasks import Task
-from dtbench.errors import describe, place_in
+from dtbench.errors import describe, format_location
 from dtbench.machine.device import gpus
 from dtbench.records.result import Result, Status, estimator_of
 from dtbench.stats import summarize
@@ -56,7 +56,7 @@ class Subject:
         except Skip as skip:
             self.failure = ("skipped", str(skip))
         except Exception as error:
-            reason = mask(describe(error)) + place_in(error, self.case.build.get(self.impl))
+            reason = mask(describe(error)) + format_location(error, self.case.build.get(self.impl))
             self.failure = ("failed", reason)
             self.on_failure(reason)
         return None

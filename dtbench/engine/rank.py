@@ -56,9 +56,9 @@ from dtbench.errors import (
     RankMismatchError,
     UsageError,
     WorldBrokenError,
-    complain,
     describe,
     plain,
+    print_error,
 )
 from dtbench.machine.limits import refuse_few_files
 from dtbench.suite.mesh import Mesh
@@ -258,12 +258,12 @@ class LaunchedRank:
             return  # the command line prints it, once for all ranks
         elif isinstance(error, RankMismatchError):
             if self.env.rank == 0:
-                complain(str(error))
+                print_error(str(error))
                 self.report(exit_code=error.exit_code)
             self._detector.leave(error.exit_code, self.store)
             exit_now(error.exit_code)
         elif isinstance(error, DtbenchError) and (self.env.rank == 0 or not self._detector.joined):
-            complain(str(error))
+            print_error(str(error))
             self.stop_all(error.exit_code)
         else:  # including SystemExit, which a suite may raise
             if os.environ.get("DTBENCH_TRACEBACK"):
@@ -355,7 +355,7 @@ def _connect_when_served(env: RankEnv, connect: Callable[[bool], Store], obstacl
 
 
 def _print_waiting(env: RankEnv, awaited: str, remaining_s: float) -> None:
-    complain(f"rank {env.rank} waits for {awaited}; up to {remaining_s:.0f} s more ({JOIN_TIMEOUT})")
+    print_error(f"rank {env.rank} waits for {awaited}; up to {remaining_s:.0f} s more ({JOIN_TIMEOUT})")
 
 
 def silence_torch() -> None:
@@ -394,8 +394,8 @@ def complain_from_one_rank(text: str) -> None:
     env = valid_rank_env()
     line = " ".join(text.split())
     if env is None or env.rank == 0:
-        complain(line)
+        print_error(line)
         return
     time.sleep(RANK_0_PRINTS_S)
     if not why_unreachable(env.of_launch(launch_number())):
-        complain(f"rank {env.rank}: {line}")
+        print_error(f"rank {env.rank}: {line}")

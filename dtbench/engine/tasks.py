@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 from dtbench.engine.options import SIZE_UNITS
-from dtbench.errors import UsageError, describe, place_in
+from dtbench.errors import UsageError, describe, format_location
 from dtbench.records.result import Result, ResultKey
 from dtbench.suite import Case, RunOptions
 from dtbench.suite.registry import Suite
@@ -127,7 +127,7 @@ def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
     except (UsageError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # including sys.exit
-        place = place_in(error, suite.cases)
+        place = format_location(error, suite.cases)
         raise UsageError(
             f"the suite {suite.name} failed to list its cases: {mask(describe(error))}{place}; "
             f"correct the suite or leave it out"

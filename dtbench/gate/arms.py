@@ -25,7 +25,7 @@ from pathlib import Path
 
 from dtbench.engine.workers import scratch
 from dtbench.errors import ArmError, UsageError, last_line, plain
-from dtbench.file_kinds import refuse_job
+from dtbench.file_kinds import refuse_other_kind
 from dtbench.gate.benchmark import SuiteSelection
 from dtbench.machine.git import run_git
 from dtbench.text.masking import mask, mask_options
@@ -153,7 +153,7 @@ def check_text(text: str) -> tuple[str, str]:
     kind, colon, value = text.partition(":")
     if not colon or kind not in ("rev", "python", "env") or (not value and kind != "env"):
         expected = "rev:REVISION, python:PATH or env:NAME=VALUE,..."
-        refuse_job(Path(text), f"an arm, {expected}")
+        refuse_other_kind(Path(text), f"an arm, {expected}")
         likely_kind = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
         example = f"{likely_kind}:{mask(text)}" if text and not colon else "rev:origin/main"
         raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {example}")

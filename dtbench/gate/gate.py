@@ -25,7 +25,7 @@ from dtbench.gate.verdict import compared_case, describe_counters, exit_code_of,
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.comparison import ComparedCase, Verdict
-from dtbench.records.gate import ArmRecord, Gate, text_of
+from dtbench.records.gate import ArmRecord, Gate, encode_gate
 from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
@@ -79,7 +79,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         )
         with contextlib.closing(launcher):
             report = GateRun(options, launcher, (base, head), say, bool(kind)).run(began)
-        texts = text_of(report) + "\n", outputs.junit(report), exports.github(outputs.points_of(report))
+        texts = encode_gate(report) + "\n", outputs.junit(report), exports.github(outputs.gate_points(report))
         for name, text in zip(FILES, texts, strict=True):
             write_atomically(folder / name, text, lambda _start: True, "file of a gate")
     return report

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dtbench.errors import plain
 from dtbench.gate.verdict import describe_counters
 from dtbench.records.comparison import ComparedCase, Verdict
-from dtbench.records.exports import Point, relative
+from dtbench.records.exports import Point, compared_point
 from dtbench.records.gate import Gate
 from dtbench.text import junit as xml
 from dtbench.text import markdown as md
@@ -59,13 +59,13 @@ def lines(report: Gate) -> list[str]:
         *report.checks,
         *(f"UNTRUSTED: {plain(reason)}: verdicts by time do not hold" for reason in report.trust.reasons),
         *(f"note: {plain(note)}" for note in report.notes),
-        report.sentence,
+        report.summary_line,
     ]
 
 
-def points_of(report: Gate) -> list[Point]:
+def gate_points(report: Gate) -> list[Point]:
     """Returns head's estimates for other tools. Bounds are those of the change, times base's estimate."""
-    points = (relative(j, j.verdict, describe(j)) for j in report.benchmarks if j.effect is not None)
+    points = (compared_point(j, j.verdict, describe(j)) for j in report.benchmarks if j.effect is not None)
     return [point for point in points if point is not None]
 
 
@@ -105,7 +105,7 @@ def markdown(report: Gate) -> str:
     """Returns the summary for a CI job: the result, a table of the changes, and the unchanged benchmarks collapsed."""
     first = [j for j in by_gravity(report.benchmarks) if j.verdict is not Verdict.SAME]
     passed = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
-    lines = [f"### {md.escaped(report.sentence)}", ""]
+    lines = [f"### {md.escaped(report.summary_line)}", ""]
     lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
     lines += [f"- {md.escaped(note)}" for note in (*report.checks, *report.notes)]
     lines += ["", *_table(first)] if first else []

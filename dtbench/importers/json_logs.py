@@ -16,7 +16,7 @@ from dtbench.importers.columns import figure_of, is_integer
 from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.importers.text import pattern
-from dtbench.records.read import BadFieldError, decode, into
+from dtbench.records.read import BadFieldError, convert, decode
 
 # A number, or the text that replaces a missing one: "nan", "N/A".
 Shown = float | str | None
@@ -101,7 +101,7 @@ def read(text: str, log: Log) -> None:
         UnreadableRunError: the text is not complete JSON, or not in the format of nccl-tests.
     """
     try:
-        file = into(decode(text.encode("utf-8", "replace")), _File)
+        file = convert(decode(text.encode("utf-8", "replace")), _File)
         log.tables.append(_table(file))
     except BadFieldError as error:
         raise UnreadableRunError(

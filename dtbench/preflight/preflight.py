@@ -27,8 +27,8 @@ from dtbench.errors import (
     EXIT_OK,
     EXIT_REGRESSION,
     UsageError,
-    complain,
     plain,
+    print_error,
 )
 from dtbench.grouping import group_by
 from dtbench.machine.device import choose_device, count_ranks
@@ -101,7 +101,7 @@ def _refuse_one(ranks: int) -> None:
 
 
 def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
-    complain(f"preflight: {diagnosis.message_during(now)}: no verdict")
+    print_error(f"preflight: {diagnosis.message_during(now)}: no verdict")
 
 
 class Coordinator:
@@ -309,7 +309,7 @@ def print_all(file: Preflight) -> None:
         )
     for note in file.notes:
         print_line(console, f"note: {note}")
-    print_line(console, sentence(file))
+    print_line(console, summary_line(file))
 
 
 def _rows(file: Preflight) -> Iterator[list[str]]:
@@ -352,7 +352,7 @@ def _worst_first(values: Sequence[float]) -> list[float]:
     return [max(values), median(values), min(values)]
 
 
-def sentence(file: Preflight) -> str:
+def summary_line(file: Preflight) -> str:
     """Returns the verdict in one line."""
     about = f"{len(file.hosts)} ranks on {plural(len(set(file.hosts)), 'host')}, {file.seconds:.0f} s"
     if file.findings:

@@ -16,12 +16,12 @@ from dtbench.engine.rank import silence_torch
 from dtbench.engine.rank_env import find_rank_env
 from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.engine.tasks import Task
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, complain
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.profile.folder import SPEEDSCOPE, speedscope, write_profile
 from dtbench.profile.request import ProfileRequest
 from dtbench.profile.tables import stage_tables
-from dtbench.records.atomic import refuse_taken
+from dtbench.records.atomic import check_output_path
 from dtbench.records.profile import CallsProfile, CallStages
 from dtbench.suite import DeviceType
 from dtbench.suite.case import FLOOR
@@ -45,7 +45,7 @@ def profile(request: ProfileRequest) -> int:
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
         tasks = request.tasks(device_type, nproc)
-    refuse_taken(request.folder, "remove it")
+    check_output_path(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
         return _profile_calls(request, tasks, device_type)
     from dtbench.profile.ranks import report_failure
@@ -88,11 +88,11 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
                 else:
                     skipped = subject.failure[0] == "skipped"
                     failed |= not skipped
-                    (print_status if skipped else complain)(
+                    (print_status if skipped else print_error)(
                         f"{task.label} ({impl}): {', '.join(subject.failure)}"
                     )
     if not tables:
-        complain("nothing could be profiled: no profile was written")
+        print_error("nothing could be profiled: no profile was written")
         return EXIT_CASE_FAILED
     write_profile(
         request.folder,

@@ -20,12 +20,12 @@ from dtbench.engine.ranks import LiveWorld, choose_backend
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, complain
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, print_error
 from dtbench.machine.device import choose_device, gpus
 from dtbench.profile.folder import write_profile
 from dtbench.profile.request import ProfileRequest
 from dtbench.profile.tables import section_tables
-from dtbench.records.atomic import refuse_taken
+from dtbench.records.atomic import check_output_path
 from dtbench.records.profile import RanksProfile, RanksSection
 from dtbench.suite import DeviceType
 from dtbench.suite.mesh import Mesh, format_mesh
@@ -162,7 +162,7 @@ class RankProfile:
         rank, ranks, options = self._rank, self._rank.ranks, self._request.options
         self._mesh = options.resolve(device_type, ranks.size).mesh
         if ranks.rank == 0:
-            refuse_taken(self._request.folder, "remove it")
+            check_output_path(self._request.folder, "remove it")
             print_status(
                 f"{plural(len(tasks), 'case')} to profile on {ranks.size} {device_type} ranks "
                 f"({format_mesh(self._mesh)})"
@@ -186,7 +186,9 @@ class RankProfile:
             else:
                 self._failed |= failure.status != "skipped"
                 if self._place.rank == 0:
-                    complain(f"{recording.label}: {failure.status}, {failure.reason} (rank {failure.rank})")
+                    print_error(
+                        f"{recording.label}: {failure.status}, {failure.reason} (rank {failure.rank})"
+                    )
         active_case.end()
 
     def _write(self, parts: Sequence[Sequence[Recorded]]) -> int:
@@ -196,7 +198,7 @@ class RankProfile:
             parts: for each rank its recordings; all ranks have the same ones.
         """
         if not self._recorded:
-            complain("nothing could be profiled: no profile was written")
+            print_error("nothing could be profiled: no profile was written")
             return EXIT_CASE_FAILED
         sections = enumerate(zip(*parts, strict=True), 1)
         record = RanksProfile(
@@ -249,4 +251,4 @@ def _select_calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
 
 def report_failure(diagnosis: Diagnosis, active_case: ActiveCase) -> None:
     """Prints why the ranks could not finish the profile."""
-    complain(f"{diagnosis.message_during(active_case)}: no profile was written")
+    print_error(f"{diagnosis.message_during(active_case)}: no profile was written")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtbench.grouping import in_order
+from dtbench.grouping import sort_by_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
 
@@ -169,7 +169,7 @@ def break_down(
     stage_ns.pop(ignored, None)
     rows = tuple(
         Stage(stage=stage, ns=stage_ns[stage], plus_minus_ns=stage_cost_ns[stage] * abs(scale - 1))
-        for stage in in_order(stage_ns, STAGES)
+        for stage in sort_by_order(stage_ns, STAGES)
     )
     table = CallStages(
         label="",

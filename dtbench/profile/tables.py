@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtbench.grouping import group_by, in_order
+from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.profile import CallStages, RanksSection
 from dtbench.suite import STAGES
 from dtbench.text.units import significant
@@ -22,7 +22,7 @@ def stage_tables(cases: Sequence[CallStages]) -> list[str]:
 
 
 def _stage_table(impls: Sequence[CallStages]) -> list[str]:
-    stages = in_order({row.stage for impl in impls for row in impl.rows}, STAGES)
+    stages = sort_by_order({row.stage for impl in impls for row in impl.rows}, STAGES)
     rows = [["µs per call"], *([stage] for stage in stages)]
     for impl in impls:
         cells = {}

@@ -29,7 +29,7 @@ from dtbench.engine.ranks import (
 )
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task, list_tasks
-from dtbench.errors import UsageError, complain
+from dtbench.errors import UsageError, print_error
 from dtbench.machine.device import DEFAULT_CPU_RANKS, choose_device
 from dtbench.suite.mesh import parse_mesh
 from dtbench.suite.registry import Suite
@@ -116,7 +116,7 @@ class Live:
     def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
         """Prints the diagnosis; called on the lowest living rank, in a helper thread, before this process ends."""
         self._show()
-        complain(diagnosis.message)
+        print_error(diagnosis.message)
 
     def leave(self) -> None:
         """Closes the current world; `enter` makes a new one."""

@@ -15,7 +15,9 @@ from dtbench.errors import OutputError, plain
 HEAD_BYTES = 4096
 
 
-def refuse_taken(path: Path, remedy: str = "", *, resumable: bool = False, other: str = "another -o") -> None:
+def check_output_path(
+    path: Path, remedy: str = "", *, resumable: bool = False, other: str = "another -o"
+) -> None:
     """Refuses, before anything is measured, a file or folder that could not be made.
 
     remedy: what one may do other than give `other`. resumable: a regular file there can be gone on with.
@@ -109,7 +111,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         partial.mkdir()
         for name, data in files.items():
             (partial / name).write_bytes(data)
-        refuse_taken(folder, "remove it")
+        check_output_path(folder, "remove it")
         partial.replace(folder)
     except OSError as error:
         raise OutputError(

@@ -15,7 +15,7 @@ FOLDER = Path(".dtbench", "baselines")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def named(name: str) -> Path:
+def baseline_path(name: str) -> Path:
     """Where the baseline of this name lies, or would.
 
     Raises:
@@ -28,7 +28,7 @@ def named(name: str) -> Path:
     return FOLDER / f"{name}.jsonl"
 
 
-def find(text: str | Path) -> Path:
+def find_run_file(text: str | Path) -> Path:
     """A run file by its path, or the baseline of that name.
 
     Raises:
@@ -37,8 +37,8 @@ def find(text: str | Path) -> Path:
     path = Path(text)
     if path.is_file():
         return path
-    if _NAME.fullmatch(str(text)) and named(str(text)).is_file():
-        return named(str(text))
+    if _NAME.fullmatch(str(text)) and baseline_path(str(text)).is_file():
+        return baseline_path(str(text))
     there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.jsonl"))) or "none yet"
     raise UsageError(
         f"there is no baseline {str(text)!r} (there: {there}), and no such file; "
@@ -52,7 +52,7 @@ def save(run: Path, name: str) -> Path:
     Raises:
         OutputError: it cannot be written.
     """
-    path = named(name)
+    path = baseline_path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, run.read_bytes())

@@ -42,7 +42,7 @@ class Point:
         return f"{label[: MAX_NAME_CHARS - 13]}~{hashlib.sha256(label.encode()).hexdigest()[:12]}"
 
 
-def relative(judged: ComparedCase, verdict: str, remark: str) -> Point | None:
+def compared_point(judged: ComparedCase, verdict: str, remark: str) -> Point | None:
     """Head's time, between the bounds of the ratio times base's; None where a side has no time."""
     base_s, head_s, low, high = judged.base_s, judged.head_s, judged.low, judged.high
     if base_s is None or head_s is None:
@@ -57,7 +57,7 @@ def relative(judged: ComparedCase, verdict: str, remark: str) -> Point | None:
     )
 
 
-def points_of(runs: Iterable[Run]) -> list[Point]:
+def run_points(runs: Iterable[Run]) -> list[Point]:
     """Of each case and impl the median of its launches' estimates, between the least and the largest of them; of a
     single launch, between the quartiles of its samples."""
     timed = (r for run in runs for r in run.results if r.status == "ok" and r.time_s is not None)

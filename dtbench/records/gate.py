@@ -102,7 +102,7 @@ class Gate(Struct, frozen=True, kw_only=True):
         return lines + [f"{impl}: {IMPL_WORDS[impl]}" for impl in ("local", "wrapped") if impl in impls]
 
     @property
-    def sentence(self) -> str:
+    def summary_line(self) -> str:
         """The result in one line."""
         counts = [f"{self.count(v)} {v}" for v in Verdict if self.count(v)]
         meaning = {
@@ -117,7 +117,7 @@ class Gate(Struct, frozen=True, kw_only=True):
         return f"gate: {meaning} ({', '.join(counts) or 'no verdicts'}); exit code {self.exit_code}"
 
 
-def text_of(gate: Gate) -> str:
+def encode_gate(gate: Gate) -> str:
     """Returns the text of the file: the gate with the number of benchmarks per verdict."""
     fields = msgspec.to_builtins(gate)
     fields["counts"] = {v.value: gate.count(v) for v in Verdict}

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from dtbench.errors import UnreadableRunError
-from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
+from dtbench.records.read import BadFieldError, abbreviate, convert, decode, read_lines
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 16 * 2**20
@@ -43,13 +43,13 @@ def read_history(path: Path, machine: Mapping[str, object] | None = None) -> lis
             if not data.endswith(b"\n"):
                 break
             try:
-                line = into(decode(data), HistoryLine)
+                line = convert(decode(data), HistoryLine)
             except BadFieldError as error:
                 raise BadFieldError(f"line {number}: {error}") from error
             machine = line.machine if machine is None else machine
             if line.machine != machine:
                 raise BadFieldError(
-                    f"line {number} was measured on {shown(line.machine)}, expected {shown(dict(machine))}: "
+                    f"line {number} was measured on {abbreviate(line.machine)}, expected {abbreviate(dict(machine))}: "
                     "times of another machine are no baseline"
                 )
             lines.append(line)

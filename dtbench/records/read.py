@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from dtbench.errors import UnreadableRunError, plain
-from dtbench.file_kinds import refuse_job
+from dtbench.file_kinds import refuse_other_kind
 
 _T = TypeVar("_T")
 _Json = Any  # what stands in a file, before it is checked
@@ -37,11 +37,11 @@ def decode(data: bytes) -> dict[str, _Json]:
     except RecursionError as error:
         raise BadFieldError("nested too deeply") from error
     if not isinstance(value, dict):
-        raise BadFieldError(f"{shown(value)}, expected a JSON object")
+        raise BadFieldError(f"{abbreviate(value)}, expected a JSON object")
     return value
 
 
-def into(value: object, kind: type[_T], name: str = "") -> _T:
+def convert(value: object, kind: type[_T], name: str = "") -> _T:
     """`value` as a struct or dataclass of type `kind`; fields that it does not know are left out.
 
     name: what `value` is called in messages; the fields are named below it.
@@ -67,7 +67,7 @@ def field_fault(error: msgspec.ValidationError, name: str = "") -> str:
 
 
 @contextlib.contextmanager
-def opened(path: Path, what: str, max_bytes: int | None = None) -> Iterator[BinaryIO]:
+def open_file(path: Path, what: str, max_bytes: int | None = None) -> Iterator[BinaryIO]:
     """A regular file of at most `max_bytes`, open for reading.
 
     Raises:
@@ -76,7 +76,7 @@ def opened(path: Path, what: str, max_bytes: int | None = None) -> Iterator[Bina
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited on for ever
             raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
-        refuse_job(path, what, programs=True)
+        refuse_other_kind(path, what, programs=True)
         with path.open("rb") as file:
             if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
                 raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
@@ -95,7 +95,7 @@ def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
     Raises:
         UnreadableRunError: no regular file, or too large.
     """
-    with opened(path, what, max_bytes) as file:
+    with open_file(path, what, max_bytes) as file:
         return file.read()
 
 
@@ -105,7 +105,7 @@ def read_lines(path: Path, what: str, max_bytes: int, max_line_bytes: int) -> It
     Raises:
         UnreadableRunError: no regular file, too large, or a line too long.
     """
-    with opened(path, what, max_bytes) as file:
+    with open_file(path, what, max_bytes) as file:
         for number, data in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), 1):
             if len(data) > max_line_bytes:
                 raise UnreadableRunError(
@@ -126,7 +126,7 @@ def read_json(path: Path, what: str, max_bytes: int) -> dict[str, _Json]:
         raise UnreadableRunError(f"{path} is not {what}: {error}") from error
 
 
-def shown(value: object) -> str:
+def abbreviate(value: object) -> str:
     """A value from a foreign file, short and without characters that would move a terminal's cursor."""
     if value is None:
         return "missing"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from dtbench.records.read import BadFieldError, decode, field_fault, shown
+from dtbench.records.read import BadFieldError, abbreviate, decode, field_fault
 from dtbench.records.result import Result
 from dtbench.records.timing import SHARES, Timing, timing_quantiles
 
@@ -50,7 +50,7 @@ def _check_ranks(name: str, by_rank: Mapping[str, object]) -> None:
     """Not by the pattern of a type: to match one for each rank of each line would take longer than all else."""
     for rank in () if _USUAL_RANKS.issuperset(by_rank) else by_rank:
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= _MAX_RANK_DIGITS):
-            raise BadFieldError(f"{name} has the key {shown(rank)}, expected a rank")
+            raise BadFieldError(f"{name} has the key {abbreviate(rank)}, expected a rank")
 
 
 def _check_order(time: Timing) -> None:

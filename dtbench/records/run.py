@@ -25,8 +25,8 @@ from typing import Any, Self
 import msgspec
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.records.atomic import refuse_taken
-from dtbench.records.read import BadFieldError, decode, into, read_lines, shown
+from dtbench.records.atomic import check_output_path
+from dtbench.records.read import BadFieldError, abbreviate, convert, decode, read_lines
 from dtbench.records.result import SCHEMA, STATUSES, Header, Result, ResultKey, Run
 from dtbench.records.result_checks import result_in
 
@@ -64,13 +64,13 @@ class RunWriter:
         fields = msgspec.to_builtins(header) if isinstance(header, Header) else header
         line = {"kind": "run", **_strict(fields), "schema": SCHEMA}
         try:
-            into(line, Header)
+            convert(line, Header)
         except BadFieldError as error:
             raise ValueError(f"the header of a run is malformed: {error}") from error
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except OSError as error:
-            refuse_taken(path)
+            check_output_path(path)
             raise OutputError(f"cannot make {path}: {_reason(error)}; give another -o") from error
         writer = cls(path, fd, 0)
         try:
@@ -345,7 +345,7 @@ def _line_in(data: bytes) -> Result | str:
         case str(kind):
             return kind
         case other:
-            raise BadFieldError(f"kind is {shown(other)}, expected a string")
+            raise BadFieldError(f"kind is {abbreviate(other)}, expected a string")
 
 
 def _first_line(path: Path, data: bytes) -> Header:
@@ -355,7 +355,7 @@ def _first_line(path: Path, data: bytes) -> Header:
     except ValueError as error:
         raise UnreadableRunError(f"{no_run} is no header: {error}") from error
     if line.get("kind") != "run":
-        raise UnreadableRunError(f'{no_run} has kind {shown(line.get("kind"))}, expected "run"')
+        raise UnreadableRunError(f'{no_run} has kind {abbreviate(line.get("kind"))}, expected "run"')
     schema = line.get("schema")
     if type(schema) is int and schema > SCHEMA:
         raise UnreadableRunError(
@@ -363,7 +363,7 @@ def _first_line(path: Path, data: bytes) -> Header:
             f"upgrade dtbench to read it"
         )
     try:
-        return into(line, Header)
+        return convert(line, Header)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path}: line 1 is damaged: {error}") from error
 

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct, structs
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import MAX_INT, MAX_NUMBER, Amount, Count, Positive, Whole
 from dtbench.records.atomic import write_atomically
-from dtbench.records.read import BadFieldError, into, read_json, shown
+from dtbench.records.read import BadFieldError, abbreviate, convert, read_json
 from dtbench.records.result import MeshShape
 from dtbench.text.units import format_bandwidth, format_size
 from dtbench_core.cost.curve import Curve
@@ -249,7 +249,7 @@ class CalibratedTopology(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         names = [dim.name for dim in self.dims]
         if len(set(names)) < len(names):
-            raise ValueError(f"dims has {shown(names)}, expected each name once")
+            raise ValueError(f"dims has {abbreviate(names)}, expected each name once")
 
     def _repr_html_(self) -> str:
         """The mesh dims as a table, in a notebook."""
@@ -284,7 +284,7 @@ def read_topology(path: str | Path) -> CalibratedTopology:
     content = read_json(path, "a topology of `dtbench calibrate`", MAX_BYTES)
     if content.get("kind") != "topology":
         raise UnreadableRunError(
-            f"{path} is not a topology: kind is {shown(content.get('kind'))}, "
+            f"{path} is not a topology: kind is {abbreviate(content.get('kind'))}, "
             'expected "topology"; make one with `dtbench calibrate`'
         )
     schema = content.get("schema")
@@ -294,7 +294,7 @@ def read_topology(path: str | Path) -> CalibratedTopology:
             "upgrade dtbench to read it"
         )
     try:
-        return into(content, CalibratedTopology)
+        return convert(content, CalibratedTopology)
     except BadFieldError as error:
         raise UnreadableRunError(
             f"{path} is damaged: {error}; make it again with `dtbench calibrate`"

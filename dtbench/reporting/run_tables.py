@@ -19,7 +19,7 @@ from dtbench.engine.findings import describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
-from dtbench.grouping import group_by, in_order
+from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
 from dtbench.stats.drops import drops_of
 from dtbench.stats.layout import DimLayout, layout_of
@@ -159,7 +159,7 @@ def _print_suite(console: Console, suite: str, run: Run, suite_results: Sequence
     statistic = " or ".join(sorted({estimator_of(r) for r in shown}))
     results = results_frame([replace(run, results=shown)])
     cases = cases_frame(results)
-    impls = in_order(impls_of(cases), _IMPL_ORDER)
+    impls = sort_by_order(impls_of(cases), _IMPL_ORDER)
     params = params_of(cases)
     varying, shared = terminal.split_params(params)
     words = [

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
-from dtbench.errors import UsageError, describe, nearest, place_in
-from dtbench.file_kinds import how_to_profile, refuse_job, refuse_program
+from dtbench.errors import UsageError, describe, format_location, nearest
+from dtbench.file_kinds import profile_hint, refuse_non_suite, refuse_other_kind
 from dtbench.suite.case import Case, Param, RunOptions
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def no_suite(name: str) -> UsageError:
     Raises:
         UnreadableRunError: the name is a file of another kind.
     """
-    refuse_job(Path(name), "a suite")
+    refuse_other_kind(Path(name), "a suite")
     files = [path for path in (Path(f"{name}.py"), *sorted(Path(name).glob("*.py"))) if path.is_file()]
     suites = [str(path) for path in files if b"dtbench" in path.read_bytes()]
     near = nearest(name.partition("/")[0], read_builtin())
@@ -239,12 +239,12 @@ def _is_builtin(suite: Suite) -> bool:
 
 
 def _load_file(path: Path) -> list[Suite]:
-    refuse_job(path, "a suite")
+    refuse_other_kind(path, "a suite")
     registered_before = dict(_registered)
     spec = importlib.util.spec_from_file_location(f"dtbench_user_suite_{path.stem}", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if a name is too long
         raise UsageError(f"no suite file at {path}: expected a Python file that uses @dtbench.suite.suite")
-    refuse_program(path)
+    refuse_non_suite(path)
     folder = path.resolve().parent  # first on sys.path while it loads, as with `python FILE`
     imported = (
         file for loaded in _folders - {folder} for file in loaded.glob("*") if file.stem in sys.modules
@@ -263,7 +263,11 @@ def _load_file(path: Path) -> list[Suite]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # including sys.exit, whose code would be mistaken for one of dtbench's
-        reason = describe(error) + place_in(error, spec.origin) + _IMPORTABLE * isinstance(error, ImportError)
+        reason = (
+            describe(error)
+            + format_location(error, spec.origin)
+            + _IMPORTABLE * isinstance(error, ImportError)
+        )
         raise UsageError(f"the suite file {path} failed to load: {reason}") from error
     finally:  # last on sys.path for dtbench's later imports
         sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
@@ -273,6 +277,6 @@ def _load_file(path: Path) -> list[Suite]:
     if not new:
         raise UsageError(
             f"{path} registers no suite: decorate a function of the options with @dtbench.suite.suite; "
-            f"{how_to_profile(path)}"
+            f"{profile_hint(path)}"
         )
     return new

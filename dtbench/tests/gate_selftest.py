@@ -24,7 +24,7 @@ import click
 import msgspec
 
 from dtbench.engine.options import RunRequest, parse_duration
-from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, complain
+from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, DtbenchError, UsageError, print_error
 from dtbench.gate import control
 from dtbench.gate.arms import open_arms
 from dtbench.gate.benchmark import Benchmark, SuiteSelection
@@ -224,7 +224,7 @@ def main(budget_s: float | None, device: str, folder: Path | None) -> None:
     try:
         sys.exit(selftest(budget_s, folder, device, lambda text: click.echo(text, err=True)))
     except DtbenchError as error:
-        complain(str(error))
+        print_error(str(error))
         sys.exit(error.exit_code)
 
 

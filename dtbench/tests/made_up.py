@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from dtbench.records.read import into
+from dtbench.records.read import convert
 from dtbench.records.result import Header, Result, Run
 from dtbench.records.run import RunWriter
 from dtbench.stats import summarize
@@ -100,7 +100,7 @@ def header(
 
 def read(header: Mapping[str, Any]) -> Header:
     """The header as a reader of its file gets it."""
-    return into({"kind": "run", "schema": 1, "run_id": "r", **header}, Header)
+    return convert({"kind": "run", "schema": 1, "run_id": "r", **header}, Header)
 
 
 def run(results: Sequence[Result], path: str = "made-up.jsonl", complete: bool = True, **changes: Any) -> Run:

@@ -48,7 +48,7 @@ from dtbench.preflight.examine import (
 )
 from dtbench.preflight.examine import fitting_bytes as fitting
 from dtbench.preflight.preflight import Coordinator, PreflightRequest
-from dtbench.records.atomic import refuse_taken, write_atomically
+from dtbench.records.atomic import check_output_path, write_atomically
 from dtbench.suite.mesh import groups_by_dim
 from dtbench.tests import lab as hosts
 from dtbench.tests.gate_selftest import share
@@ -217,7 +217,7 @@ def selftest(output: Path) -> int:
     Raises:
         UsageError: this machine cannot make hosts, or the file is taken.
     """
-    refuse_taken(output)
+    check_output_path(output)
     hosts.require_abilities()
     rows, reached = [], True
     for left, launches in STATES.items():

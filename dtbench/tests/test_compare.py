@@ -12,7 +12,7 @@ import pytest
 
 from dtbench.comparison.run_comparison import Comparison, compare_runs
 from dtbench.records.comparison import Change, ComparedCase
-from dtbench.records.read import into
+from dtbench.records.read import convert
 from dtbench.records.result import Header, Result, Run
 from dtbench.stats import summarize
 
@@ -33,7 +33,7 @@ def result(
 
 def run(*results: Result, path: str = "run.jsonl", complete: bool = True, **header: Any) -> Run:
     fields = {"kind": "run", "schema": 1, "run_id": path, **header}
-    return Run(Path(path), into(fields, Header), results, complete)
+    return Run(Path(path), convert(fields, Header), results, complete)
 
 
 def launches(seconds: Sequence[float], path: str = "run.jsonl", **changes: Any) -> Run:

@@ -32,7 +32,7 @@ from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
 from dtbench.records.history import read_history
 from dtbench.records.job import Job
-from dtbench.records.read import into
+from dtbench.records.read import convert
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
@@ -90,7 +90,7 @@ def committed(name: str) -> Callable[[], bytes]:
 
 def checked_job(path: Path) -> Job:
     """What is read of a trace can be written and read."""
-    return into(msgspec.to_builtins(read_job([path])), Job)
+    return convert(msgspec.to_builtins(read_job([path])), Job)
 
 
 def resumed(path: Path) -> None:

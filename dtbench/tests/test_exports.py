@@ -9,7 +9,7 @@ import pytest
 
 from dtbench.errors import OutputError
 from dtbench.records import exports
-from dtbench.records.exports import MAX_NAME_CHARS, Point, points_of, write_exports
+from dtbench.records.exports import MAX_NAME_CHARS, Point, run_points, write_exports
 from dtbench.records.run import RunWriter
 from dtbench.tests import made_up
 
@@ -54,9 +54,9 @@ def test_points_are_medians_over_launches_with_their_range():
         ),
         made_up.run([made_up.NOT_OK[0]]),
     ]
-    assert [(p.time_s, p.low_s, p.high_s) for p in points_of(runs)] == [(2e-6, 1e-6, 3e-6)]
+    assert [(p.time_s, p.low_s, p.high_s) for p in run_points(runs)] == [(2e-6, 1e-6, 3e-6)]
     alone = made_up.run([made_up.result("dispatch", "add", "core", {}, [1e-6, 2e-6, 3e-6, 4e-6, 5e-6])])
-    assert [(p.time_s, p.low_s, p.high_s) for p in points_of([alone])] == [(1e-6, 1e-6, 4e-6)]
+    assert [(p.time_s, p.low_s, p.high_s) for p in run_points([alone])] == [(1e-6, 1e-6, 4e-6)]
 
 
 def test_other_files_are_left_alone(tmp_path: Path):

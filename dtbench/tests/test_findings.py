@@ -163,10 +163,10 @@ def test_baselines_have_names(dtbench: Cli) -> None:
     runs = [made_up.run([timed("s", "a", "core", seconds)]) for seconds in (1.0, 2.0)]
     first, second = (made_up.write(Path(f"{name}.jsonl"), run) for name, run in zip("ab", runs, strict=True))
     with pytest.raises(UsageError, match="none yet"):
-        baselines.find("main")
+        baselines.find_run_file("main")
     for run in (first, second):
         kept = baselines.save(run, "main")
-        assert baselines.find("main") == kept and kept.read_bytes() == run.read_bytes()
+        assert baselines.find_run_file("main") == kept and kept.read_bytes() == run.read_bytes()
     _, out, error = dtbench("compare", "main", "a.jsonl")
     assert error == "" and "2.00x faster" in out
     code, _, error = dtbench("compare", "nope", "a.jsonl")

@@ -16,8 +16,8 @@ from dtbench.gate import outputs, verdict
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.schedule import effect_and_times
 from dtbench.records.comparison import ComparedCase, Verdict
-from dtbench.records.gate import Gate, text_of
-from dtbench.records.read import decode, into
+from dtbench.records.gate import Gate, encode_gate
+from dtbench.records.read import convert, decode
 from dtbench.tests.made_up_arm import concluded
 
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
@@ -121,9 +121,9 @@ def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: in
     cells = next(row for row in outputs.markdown(whole).splitlines() if row.startswith(f"| {of}"))
     base, head, change = (cell.strip() for cell in cells.split("|")[3:6])
     _assert_agrees(base, head, change.partition(" (")[0])
-    fields = json.loads(text_of(whole))["benchmarks"][0]
+    fields = json.loads(encode_gate(whole))["benchmarks"][0]
     assert fields["head_s"] / fields["base_s"] == pytest.approx(fields["effect"]["ratio"])
-    (point,) = outputs.points_of(whole)
+    (point,) = outputs.gate_points(whole)
     assert point.time_s == fields["head_s"]
     if point.low_s is not None and point.high_s is not None:
         assert point.low_s <= point.time_s <= point.high_s
@@ -133,19 +133,19 @@ def test_json_is_strict_and_whole() -> None:
     effect = effect_and_times([(1.0, 2.0)])[0]
     one = verdict.compared_case(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
     whole = report([one, judged(Verdict.SAME, HOSTILE)])
-    fields = json.loads(text_of(whole))
+    fields = json.loads(encode_gate(whole))
     assert fields["benchmarks"][0]["effect"]["high"] is None
     assert fields["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
     assert fields["benchmarks"][1]["name"] == HOSTILE
     assert fields["counts"]["same"] == 1 and fields["benchmarks"][0]["verdict"] == "inconclusive"
     printable = report([one, judged(Verdict.SAME)])
-    assert into(decode(text_of(msgspec.structs.replace(printable, notes=())).encode()), Gate).benchmarks == (
-        printable.benchmarks
-    )
+    assert convert(
+        decode(encode_gate(msgspec.structs.replace(printable, notes=())).encode()), Gate
+    ).benchmarks == (printable.benchmarks)
 
 
 def test_points_are_heads_times_where_both_arms_were_timed() -> None:
-    points = outputs.points_of(
+    points = outputs.gate_points(
         report([judged(Verdict.SAME), verdict.compared_case(benchmark("x"), Verdict.MISSING)])
     )
     head_s = pytest.approx(1e-5 * (judged(Verdict.SAME).ratio or 0))

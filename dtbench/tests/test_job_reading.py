@@ -15,7 +15,7 @@ import pytest
 
 from dtbench.errors import DtbenchError
 from dtbench.records.job import Collective, Job, RankJob
-from dtbench.records.read import into
+from dtbench.records.read import convert
 from dtbench.tests.made_up_traces import (
     Event,
     event,
@@ -522,7 +522,7 @@ def test_two_traces_of_one_rank(tmp_path: Path) -> None:
 def test_arguments_of_any_size_and_type(tmp_path: Path, args: Event) -> None:
     events = [*gloo(0, 50, **args), nccl(100, 5, **args), op("c10d::allreduce_", 99, 9, **args), kernel(1, 1)]
     job = read(tmp_path, events)
-    assert into(msgspec.to_builtins(job), Job) == job
+    assert convert(msgspec.to_builtins(job), Job) == job
 
 
 def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from dtbench.preflight.examine import (
     rounds_of,
     turns_of,
 )
-from dtbench.preflight.preflight import compare_with, file_of, names_of, print_all, sentence
+from dtbench.preflight.preflight import compare_with, file_of, names_of, print_all, summary_line
 from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
@@ -257,7 +257,7 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
         for rank, seconds in enumerate(times):
             assert median(times) / seconds >= 0.9 or cut or len(times) < 3 or (kind, (rank,)) in again
     uncertain = [one for one in examination.rechecks if one.finding.share <= 0.9 and not one.slow]
-    line = sentence(file_of(examination, 3.0, "cpu"))
+    line = summary_line(file_of(examination, 3.0, "cpu"))
     assert not (uncertain and "healthy" in line)
     if uncertain and not examination.findings:
         assert "no verdict" in line and "too unsteady to exclude chance" in line
@@ -293,7 +293,7 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 def test_the_verdict_stands_in_one_line() -> None:
     def text_of_share(share: float) -> str:
         ranks = FakeRanks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
-        return sentence(file_of(ranks.examine(), 3.21, "cpu"))
+        return summary_line(file_of(ranks.examine(), 3.21, "cpu"))
 
     assert re.search(r"; rank 5 \(node-2\): (69|70|71)% of its peers \(between hosts\)", text_of_share(0.7))
     only_work = text_of_share(1.0)
@@ -313,7 +313,7 @@ def test_the_verdict_stands_in_one_line() -> None:
 )
 def test_what_has_no_peers_is_not_called_healthy(hosts: list[str], link: float, unjudged: str) -> None:
     examination = FakeRanks(hosts, lambda _a, _b: link, noise=0.001).examine()
-    line = sentence(file_of(examination, 3.0, "cpu"))
+    line = summary_line(file_of(examination, 3.0, "cpu"))
     assert line.startswith(f"preflight: {'no verdict' if unjudged else 'healthy'} (")
     assert line.endswith(unjudged or "nothing below 90% of its peers")
     assert bool(examination.unjudged) == bool(unjudged)
@@ -327,7 +327,9 @@ def test_two_ranks_are_judged_by_what_is_expected() -> None:
         dim = DimTimes(dim="dp", groups=((0, 1),), size_bytes=2**26, times_s=(expected_s * times_as_long,))
         examination.dims = {"dp": dim}
         compare_with(topology, examination)
-        assert sentence(file_of(examination, 3.0, "cpu")).startswith(f"preflight: {word} (2 ranks on 2 hosts")
+        assert summary_line(file_of(examination, 3.0, "cpu")).startswith(
+            f"preflight: {word} (2 ranks on 2 hosts"
+        )
 
 
 def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:

@@ -20,9 +20,9 @@ from dtbench.errors import OutputError
 from dtbench.profile import folder, stages, tables
 from dtbench.profile.request import choose
 from dtbench.profile.stages import Overhead, Span
-from dtbench.records.atomic import refuse_taken, write_folder
+from dtbench.records.atomic import check_output_path, write_folder
 from dtbench.records.profile import CallsProfile, CallStages
-from dtbench.records.read import decode, into
+from dtbench.records.read import convert, decode
 from dtbench.reporting.html.parts import dispatch
 from dtbench.suite import STAGES, Case
 from dtbench.suite.mesh import groups_in
@@ -132,7 +132,7 @@ def test_stages_that_contradict_each_other_are_called_unreliable_on_terminal_jso
 ) -> None:
     table = times_of(**changes)
     assert table.caveat.startswith("unreliable: ") == bool(caveat) and caveat in table.caveat
-    assert into(decode(msgspec.json.encode(CallsProfile(cases=(table,)))), CallsProfile).cases == (table,)
+    assert convert(decode(msgspec.json.encode(CallsProfile(cases=(table,)))), CallsProfile).cases == (table,)
     lines = "\n".join(tables.stage_tables([table]))
     assert table.caveat in lines and ("unreliable" in lines) == bool(caveat)
     page = dispatch._stage_table([table])
@@ -283,7 +283,7 @@ def test_a_folder_is_made_whole_or_not_at_all(tmp_path: Any) -> None:
     assert sorted(p.name for p in (tmp_path / "p").iterdir()) == ["rank0.json.gz", "table.json", "table.txt"]
     for taken in (tmp_path / "p", tmp_path / "no" / "p"):
         with pytest.raises(OutputError, match="another -o"):
-            refuse_taken(taken, "remove it")
+            check_output_path(taken, "remove it")
     for name, file in (("p", "c"), ("q", "no/folder")):
         with pytest.raises(OutputError, match=r"exists already|cannot write"):
             write_folder(tmp_path / name, {file: b""})

@@ -11,7 +11,7 @@ import pytest
 
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import Amount, Count, Name, Whole
-from dtbench.records.read import BadFieldError, decode, into, read_json
+from dtbench.records.read import BadFieldError, convert, decode, read_json
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ class Outer:
 )
 def test_a_bad_field_is_named_with_what_was_expected(changes: dict[str, Any], field: str, says: str) -> None:
     with pytest.raises(BadFieldError, match=f"^{field}: {says}"):
-        into({"name": "n"} | changes, Outer)
+        convert({"name": "n"} | changes, Outer)
     with pytest.raises(BadFieldError, match=rf"^results\[3\]\.{field}: {says}"):
-        into({"name": "n"} | changes, Outer, "results[3]")
+        convert({"name": "n"} | changes, Outer, "results[3]")
 
 
 def test_a_bad_key_names_its_mapping() -> None:
     with pytest.raises(BadFieldError, match="by_rank"):
-        into({"name": "n", "by_rank": {"": 1}}, Outer)
+        convert({"name": "n", "by_rank": {"": 1}}, Outer)
 
 
 def test_fields_of_a_later_version_are_left_out_and_missing_ones_have_their_values() -> None:
-    assert into({"name": "n", "rows": [{"size": 2, "new": 1}], "later": {}}, Outer) == Outer(
+    assert convert({"name": "n", "rows": [{"size": 2, "new": 1}], "later": {}}, Outer) == Outer(
         "n", rows=(Inner(2),)
     )
 

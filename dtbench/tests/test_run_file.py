@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.fields import MAX_NUMBER
 from dtbench.records import run as run_file
-from dtbench.records.read import into
+from dtbench.records.read import convert
 from dtbench.records.result import STATUSES, Header, Result
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.timing import Timing
@@ -121,7 +121,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
         assert writer.results == {r.key: r for r in made}
         writer.end()
     run = read_run(path)
-    assert run.header == into(HEADER, Header)
+    assert run.header == convert(HEADER, Header)
     assert list(run.results) == made
     assert run.complete
     for line in path.read_bytes().splitlines():

@@ -15,7 +15,7 @@ from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
 from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
-from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.records.read import BadFieldError, convert, read_json
 from dtbench.text.units import format_seconds, plural
 from dtbench.traces.clock_alignment import AlignedJob, align_clocks
 from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, bus_bandwidth, to_count
@@ -73,7 +73,7 @@ def load_job(path: Path) -> Job:
     """
     file = path / JOB_FILE if path.is_dir() else path
     try:
-        return into(read_json(file, "a job of `dtbench profile`", _MAX_JOB_BYTES), Job)
+        return convert(read_json(file, "a job of `dtbench profile`", _MAX_JOB_BYTES), Job)
     except BadFieldError as error:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 

@@ -14,7 +14,7 @@ from msgspec import json, structs, to_builtins
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError
 from dtbench.file_kinds import JOB_FILE, is_profile
-from dtbench.records.atomic import refuse_taken, replace_file
+from dtbench.records.atomic import check_output_path, replace_file
 from dtbench.records.job import Job, JobAnalysis
 from dtbench.reporting.job_tables import print_job
 from dtbench.text.terminal import print_json
@@ -82,7 +82,7 @@ def profile_job(request: JobRequest) -> JobProfile:
     if request.command and folder is None:
         folder = Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime()))
     if folder:
-        refuse_taken(folder, "remove it")
+        check_output_path(folder, "remove it")
     if request.command and folder:
         code, job = _record(request, folder)
     else:

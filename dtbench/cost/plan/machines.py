@@ -17,7 +17,7 @@ import msgspec
 
 from dtbench.cost.estimate import estimate_collective
 from dtbench.errors import UsageError
-from dtbench.records.read import BadFieldError, decode, into, read_json
+from dtbench.records.read import BadFieldError, convert, decode, read_json
 from dtbench.records.topology import CalibratedTopology
 from dtbench.text.names import name_words, nearest
 from dtbench_core.cost.curve import Curve
@@ -223,7 +223,7 @@ def find_machine(name_or_path: str) -> MachineSpec:
             f"of {', '.join(built_in())}, or a JSON file"
         )
     try:
-        return into(content, MachineSpec)
+        return convert(content, MachineSpec)
     except BadFieldError as error:
         raise UsageError(f"--machine {name_or_path}: {error}") from error
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import structs
 
 from dtbench.errors import UsageError
-from dtbench.records.read import BadFieldError, into, read_json
+from dtbench.records.read import BadFieldError, convert, read_json
 
 MAX_FILE_BYTES = 2**20
 # Larger values are typing errors; the limit also keeps products exact in a float.
@@ -191,7 +191,7 @@ def make_model(label: str, name: str, keys: Mapping[str, object]) -> Transformer
             f"{label}: unknown key {ascii(unknown)[:60]}, expected some of {', '.join(sorted(fields))}"
         )
     try:
-        return into({"name": name} | dict(keys), TransformerModel)
+        return convert({"name": name} | dict(keys), TransformerModel)
     except BadFieldError as error:
         raise UsageError(f"{label}: {error}") from error
 

@@ -18,7 +18,7 @@ from dtbench.records.gate import Gate
 from dtbench.records.history import HistoryLine, read_history
 from dtbench.records.job import Job, JobAnalysis
 from dtbench.records.profile import CallsProfile, CallStages, RanksProfile, RanksSection
-from dtbench.records.read import BadFieldError, into, opened, read_json, shown
+from dtbench.records.read import BadFieldError, abbreviate, convert, open_file, read_json
 from dtbench.records.result import Run
 from dtbench.records.run import read_run
 from dtbench.records.topology import CalibratedTopology, read_topology
@@ -139,7 +139,7 @@ def _history(path: Path) -> History:
 
 def _kind_of_lines(path: Path) -> bytes:
     """Returns the kind of a file of JSON lines: b"run" or b"history"; b"" for other files."""
-    with opened(path, KINDS) as file:
+    with open_file(path, KINDS) as file:
         head = file.read(_HEAD_BYTES)
     if not head.strip():
         raise UnreadableRunError(f"{path} is empty: expected {KINDS}")
@@ -154,11 +154,11 @@ def _json(path: Path) -> dict[str, Any]:
         return {"topology": read_topology(path)}
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
-            f"{path} is of the kind {shown(kind)}, which a report cannot show: expected {KINDS}"
+            f"{path} is of the kind {abbreviate(kind)}, which a report cannot show: expected {KINDS}"
         )
     struct, noun = _JSON[kind]
     try:
-        content: Any = into(data, struct)
+        content: Any = convert(data, struct)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is damaged: {error}; expected a {noun}") from error
     if isinstance(content, Job):

@@ -28,7 +28,7 @@ from typing import Any
 from dtbench.machine.device import gpus, rehearsing
 from dtbench.machine.provenance import preloaded_nccl
 from dtbench.records.atomic import write_atomically
-from dtbench.tests.gpu.sharing import LIBRARY, MODES, words_of
+from dtbench.tests.gpu.sharing import LIBRARY, MODES, format_variables
 
 RANKS = 2
 TRIES = 5
@@ -337,7 +337,7 @@ def main(check: str, seconds: float, path: Path) -> int:
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="dtbench-pair-") as name:
         for number, mode in enumerate(modes):
-            variables = words_of(mode)
+            variables = format_variables(mode)
             debug = {"NCCL_DEBUG": "INFO"} if check == "pair" else {}
             left_s = (deadline - time.monotonic() - READING_S * (check == "attach")) / (len(modes) - number)
             try:

@@ -32,7 +32,7 @@ GLOO = {"DTBENCH_TEST_BACKEND": "gloo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THR
 MODES: tuple[dict[str, str], ...] = ({}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_CUMEM_ENABLE": "1"})
 
 
-def words_of(variables: dict[str, str]) -> str:
+def format_variables(variables: dict[str, str]) -> str:
     """Formats variables as a shell sets them, e.g. "NCCL_P2P_DISABLE=1"."""
     return " ".join(f"{name}={value}" for name, value in variables.items())
 

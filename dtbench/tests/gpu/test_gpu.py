@@ -135,7 +135,9 @@ def test_later_steps_use_the_variables_that_worked(tmp_path: Path) -> None:
     results = tmp_path / "pair.json"
     preloaded = sharing.environ_of(results, rehearsal=False)
     assert preloaded["LD_PRELOAD"].endswith(".wheels/libnccl.so.2") and "NCCL_P2P_DISABLE" not in preloaded
-    results.write_text(json.dumps([["pair", {"variables": sharing.words_of(sharing.MODES[1])}, "", "yes"]]))
+    results.write_text(
+        json.dumps([["pair", {"variables": sharing.format_variables(sharing.MODES[1])}, "", "yes"]])
+    )
     assert sharing.environ_of(results, rehearsal=False) == preloaded | {"NCCL_P2P_DISABLE": "1"}
     assert "LD_PRELOAD" not in sharing.environ_of(results, rehearsal=True)
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from dtbench.grouping import group_by, in_order
+from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import Header, Result, Run
 from dtbench.reporting.html.axes import bandwidths_axis, value_axis
 from dtbench.reporting.html.figures import (
@@ -153,7 +153,7 @@ def _bandwidths(
     ordered = sorted(cases, key=lambda c: c.only.size_bytes or 0)
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels, by_name = [], group_by(ordered, lambda c: c.name)
-    for name in in_order(by_name, MAIN):
+    for name in sort_by_order(by_name, MAIN):
         by_label = group_by(by_name[name], lambda c: _label(_dim(c), _way(c)))
         series = lines(
             {label: bandwidth_points(members) for label, members in by_label.items() if label in styles}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dtbench.engine.findings import describe_added_time
-from dtbench.grouping import group_by, in_order
+from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
@@ -123,7 +123,7 @@ def _stages(calls: Sequence[CallStages], folded: bool) -> Figure | None:
 
 
 def _in_order(calls: Sequence[CallStages]) -> list[str]:
-    return in_order({row.stage for c in calls for row in c.rows}, STAGES)
+    return sort_by_order({row.stage for c in calls for row in c.rows}, STAGES)
 
 
 def _rows(call: CallStages) -> list[Stage]:

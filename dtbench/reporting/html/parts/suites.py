@@ -6,7 +6,7 @@ from functools import partial
 from itertools import cycle
 
 from dtbench.engine.findings import describe_slow_floors
-from dtbench.grouping import group_by, in_order
+from dtbench.grouping import group_by, sort_by_order
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.figures import MAX_DOT_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct, geometric_mean
@@ -28,7 +28,7 @@ IMPL_STYLES = {impl: replace(style, words=f"{impl}: {IMPL_WORDS[impl]}") for imp
 
 def impls_of(cases: Sequence[ReportCase]) -> list[str]:
     """Returns the implementations of the cases, the core and torch first."""
-    return in_order({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
+    return sort_by_order({impl for case in cases for impl in case.impls}, list(IMPL_STYLES))
 
 
 def case_columns(
