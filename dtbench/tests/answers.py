@@ -1,7 +1,5 @@
 """The picture on the README's first screen, of committed measurements: `python -m dtbench.tests.answers FILE.png`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

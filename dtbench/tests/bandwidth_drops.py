@@ -1,15 +1,7 @@
-"""Where public curves drop, and how often noise is taken for a drop, for `results/reference/bandwidth-drops.md`.
-
-    python -m dtbench.tests.bandwidth_drops LOG...
-
-LOG: outputs of nccl-tests and others, read as `dtbench import` reads them; those that it refuses are named at the end.
-"""
-
-from __future__ import annotations
+"""Bandwidth drops in public curves, and false alarms in simulated ones, for `results/reference/bandwidth-drops.md`."""
 
 import csv
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,19 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.comparison.references import read_systems
-from dtbench.errors import DtbenchError
 from dtbench.grouping import group_by
-from dtbench.importers import checks
-from dtbench.importers.import_logs import read_logs
-from dtbench.records.run import read_run
 from dtbench.records.topology import BandwidthDrop
 from dtbench.stats import bandwidth_drops
-from dtbench.stats.drops import drops_of, drops_of_curve
+from dtbench.stats.drops import drops_of_curve
 from dtbench_core.cost.ring import busbw_factor
 
-# What logs do not say and their sources do: ranks (20 and 51 by busbw / algbw), and what was measured.
-RANKS = {"20": 96, "28": 16, "30": 8, "31": 16, "33": 2, "35": 16, "51": 32, "52": 8}
-COLLECTIVES = {"05": "reduce"}
 RESULTS = Path(__file__).parents[2] / "results"
 
 
@@ -68,45 +53,6 @@ def committed() -> Iterator[PublicCurve]:
     for (system, version, op, n, _), of in group_by(zip(launches, rows, strict=True), lambda x: x[0]).items():
         points = [(int(row["bytes"]), float(row["time (us)"])) for _, row in of]
         yield PublicCurve("single-node.csv", op, f"{n} x {system}, {version}", int(n), points)
-
-
-def reported() -> Iterator[PublicCurve]:
-    """Of reported drops: all_reduce out of place, ranks by busbw over algbw, microseconds from 2**low bytes on."""
-    issues = {
-        "NVIDIA/nccl#1453, H100": (
-            24,
-            20,
-            (1626.5, 2325.3, 622.6, 992.6, 1334.9, 2180.1, 24410, 49264, 125807, 193909),
-        ),
-        "aws/aws-ofi-nccl#65, A100": (16, 23, (1321.5, 1896.7, 1931.6, 6586.3, 8189.9, 11812)),
-    }
-    for source, (ranks, low, times) in issues.items():
-        points = [(2 ** (low + i), us) for i, us in enumerate(times)]
-        yield PublicCurve(source, "all_reduce", "the world", ranks, points)
-
-
-def curves_of_log(path: Path, refused: list[str]) -> Iterator[PublicCurve]:
-    try:
-        [log] = read_logs([path])
-    except DtbenchError as error:
-        refused.append(f"{path.name}: {error}")
-        return
-    number = path.name.partition("-")[0]
-    checks.check(log, ranks=RANKS.get(number), collective=COLLECTIVES.get(number))
-    for table in log.tables:
-        if table.refusal or table.collective is None or table.ranks is None:
-            refused.append(f"{path.name} line {table.line}: {table.refusal}")
-            continue
-        rows = [
-            ((row.dtype, row.redop, row.root, f.in_place), (row.size_bytes, f.time.value * 1e6))
-            for row, f in table.figures
-            if row.size_bytes and f.time and not f.fault
-        ]
-        for (dtype, *_, in_place), of in group_by(rows, lambda x: x[0]).items():
-            place = "in place" if in_place else "out of place"
-            yield PublicCurve(
-                path.name, table.collective, f"{dtype}, {place}", table.ranks, [p for _, p in of]
-            )
 
 
 # ---------------------------------------------------------------------------- simulated
@@ -181,37 +127,3 @@ def simulated(curves: int = 2000, seed: int = 1) -> dict[tuple[str, float], floa
             found += any(drop.start == first for drop in drops)
         rates[f"{depth}x", noise] = found / curves
     return rates
-
-
-# ---------------------------------------------------------------------------- the page
-
-
-def _page(logs: Sequence[Path]) -> Iterator[str]:
-    refused: list[str] = []
-    sources = {
-        "results/reference": list(committed()),
-        f"{len(logs)} logs": [curve for path in logs for curve in curves_of_log(path, refused)],
-        "reports of drops": list(reported()),
-    }
-    yield "| curves of | curves | drops found |"
-    yield "|---|---|---|"
-    for source, curves in sources.items():
-        yield f"| {source} | {len(curves)} | {sum(len(drops_in(curve)) for curve in curves)} |"
-    runs = [read_run(path).results for path in sorted(RESULTS.glob("*.jsonl"))]
-    yield f"| runs in results/ | of {len(runs)} files | {sum(len(drops_of(run)) for run in runs)} |\n"
-    yield from (f"- {drop}" for curves in sources.values() for curve in curves for drop in drops_in(curve))
-    yield (
-        "\n| simulated, 2000 curves each: share with a drop found | "
-        + " | ".join(f"noise {noise:.0%}" for noise in NOISES)
-        + " |"
-    )
-    yield "|---|" + "---|" * len(NOISES)
-    rates = simulated()
-    for kind in (*HEALTHY, *(f"{depth}x" for depth in DEPTHS)):
-        yield f"| {kind} | " + " | ".join(f"{rates[kind, noise]:.1%}" for noise in NOISES) + " |"
-    yield "\nNot read:\n"
-    yield from (f"- {reason}" for reason in refused)
-
-
-if __name__ == "__main__":
-    sys.stdout.write("\n".join(_page([Path(arg) for arg in sys.argv[1:]])) + "\n")

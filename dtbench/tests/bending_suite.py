@@ -1,7 +1,5 @@
 """A suite whose time jumps by 24x at 16 KiB, so that its sweep is refined there; loaded by its path."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Fixtures of the harness's tests."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import sys
@@ -69,9 +67,15 @@ def legible() -> Iterator[None]:
 
 
 @pytest.fixture
-def dtbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """The program in this process: (exit code, stdout, stderr) of a command line."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder, which is the working directory during the test."""
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def dtbench(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command line in this process and returns its exit code, stdout and stderr."""
     # What is slow on a busy machine is not told.
     monkeypatch.setattr("dtbench.engine.progress.SILENT_S", 3600.0)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):

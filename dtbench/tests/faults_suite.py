@@ -1,7 +1,5 @@
 """A user's suite file, one case per way in which a run can go wrong. The tests start it by its path."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

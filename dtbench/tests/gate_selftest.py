@@ -8,8 +8,6 @@ hold for the pool and are somewhat too narrow for the machine, which the report 
     python -m dtbench.tests.gate_selftest --budget 20m -o FOLDER      in a checkout
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -126,8 +124,7 @@ def _pool(
                 names = ["base", "same", "null", "slowed"]
                 order.shuffle(names)
                 arms: list[ArmName] = ["head" if name == "slowed" else "base" for name in names]
-                launches = launcher.launch(arms, benchmarks)
-                rounds.append(dict(zip(names, launches, strict=True)))
+                rounds.append(dict(zip(names, launcher.launch(arms, benchmarks), strict=True)))
                 say(f"round {len(rounds)} of the pool")
         except OutOfTimeError:
             return rounds, benchmarks, controls

@@ -4,8 +4,6 @@ A call is a loop of 100 calls of the op. In the arm that sets DTBENCH_SELFTEST_E
 3, 5 or 10 calls in one benchmark of five each, and by none in the other two of five.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import partial

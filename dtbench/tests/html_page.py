@@ -1,7 +1,5 @@
 """Pages and their sections for tests: made in short, parsed for what they hold, drawings checked for their texts."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from itertools import combinations
@@ -54,7 +52,7 @@ def hostile(value: object, kept: Collection[str]) -> Any:
     return HOSTILE if isinstance(value, str) else value
 
 
-def harmless(text: str) -> Page:
+def harmless(text: str) -> "Page":
     """The page, on which hostile text is text."""
     shown = Page(text)  # fails on an element that the text opened or closed
     assert [attrs for tag, attrs in shown.tags if tag == "script"] == [{}]

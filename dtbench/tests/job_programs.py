@@ -1,12 +1,9 @@
-"""Small training programs for 4 gloo ranks whose communication is known: `torchrun ... job_programs.py NAME`.
+"""Training programs for 4 gloo ranks with known communication: `torchrun --nproc-per-node 4 job_programs.py NAME`.
 
-Each takes STEPS steps, which its optimizer ends. What is said of one step holds for each rank.
+Each runs STEPS optimizer steps. Every rank communicates the same in every step.
 """
 
-from __future__ import annotations
-
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -14,55 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 STEPS = 12
-# late: rank LATE sleeps before each all_reduce, which the others spend in it: they do nothing else meanwhile.
-LATE, LATE_S, SIZES = 2, 0.03, (1_000, 50_000, 1_000_000)  # float32
-# hidden: an asynchronous all_reduce beside MATMULS of a 512 x 512 matrix, after which it is waited for.
-HIDDEN_SIZE, MATMULS = 100_000, 40
-# moved: a ring of point to point, and an all_to_all in which rank r sends ALL_TO_ALL[r][k] elements to rank k.
-RING_SIZE = 200_000
-ALL_TO_ALL = ((10_000, 20_000, 0, 30_000), (5_000, 5_000, 5_000, 5_000), (0, 0, 0, 40_000), (1, 2, 3, 4))
-# mesh: (dp 2, tp 2), a Linear(WIDTH, HIDDEN) by columns and a Linear(HIDDEN, WIDTH) by rows, no bias, of BATCH rows.
+# On a mesh dp=2, tp=2: a column-wise Linear(WIDTH, HIDDEN) and a row-wise Linear(HIDDEN, WIDTH), without bias.
 BATCH, WIDTH, HIDDEN = 64, 256, 1024
 
 
-def late() -> None:
-    """Three all_reduces over all ranks, of 4, 200 and 4000 kB; ranks but LATE wait 30 ms in each."""
-    sums = [torch.ones(size) for size in SIZES]
-    for step in _steps():
-        for each in sums:
-            if dist.get_rank() == LATE:
-                time.sleep(LATE_S)
-            dist.all_reduce(each.fill_(1.0))
-            assert each[0] == 4.0, step
-
-
-def hidden() -> None:
-    """One all_reduce of 400 kB, covered by matmuls but for what is left of it when they are done."""
-    x, total = torch.randn(512, 512), torch.ones(HIDDEN_SIZE)
-    for _step in _steps():
-        work = dist.all_reduce(total.fill_(1.0), async_op=True)
-        for _ in range(MATMULS):
-            torch.mm(x, x)
-        assert work is not None
-        work.wait()
-
-
-def moved() -> None:
-    """A send and a receive of 800 kB, and an all_to_all of uneven splits: rank 0 gives 240 kB, rank 3 takes 300 kB."""
-    rank = dist.get_rank()
-    sent, got = torch.ones(RING_SIZE), torch.empty(RING_SIZE)
-    gives, takes = list(ALL_TO_ALL[rank]), [row[rank] for row in ALL_TO_ALL]
-    parts, taken = torch.ones(sum(gives)), torch.empty(sum(takes))
-    for _step in _steps():
-        ring = [dist.P2POp(dist.isend, sent, (rank + 1) % 4), dist.P2POp(dist.irecv, got, (rank - 1) % 4)]
-        for work in dist.batch_isend_irecv(ring):
-            work.wait()
-        dist.all_to_all_single(taken, parts, takes, gives)
-
-
 def mesh_torch() -> None:
-    """tp: an all_reduce of BATCH x WIDTH floats forward. dp: the gradients in one reduce_scatter and one all_gather, of
-    WIDTH * HIDDEN floats (half of two weights) on each side of which one holds the whole, the other the half."""
+    """Trains with torch's tensor parallelism.
+
+    Over tp, the forward pass has one all_reduce of BATCH x WIDTH floats. Over dp, the gradients (WIDTH * HIDDEN floats,
+    half of both weights) go through one reduce_scatter and one all_gather.
+    """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = _mesh()
@@ -81,7 +39,7 @@ def mesh_torch() -> None:
 
 
 def mesh_core() -> None:
-    """The same with dtbench_core: its tensor parallelism over tp, its bucketer over dp, which keeps the shards."""
+    """Trains the same model with dtbench_core: its tensor parallelism over tp, its gradient bucketer over dp."""
     from dtbench_core import ReduceScatterBucketer
     from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -109,7 +67,7 @@ def _model() -> nn.Module:
 
 
 def _steps(model: nn.Module | None = None):  # type: ignore[no-untyped-def]
-    """Their numbers; an optimizer's step ends each."""
+    """Yields the number of each step, and runs the optimizer after it."""
     own = [nn.Parameter(torch.ones(1))]
     own[0].grad = torch.ones(1)
     optimizer = torch.optim.SGD(model.parameters() if model else own, lr=1e-6)

@@ -11,8 +11,6 @@ delay. All interfaces are made inside the namespaces: those of the machine are n
     python -m dtbench.tests.lab --hosts 2 --mbit 400 --ranks-per-host 2 -- dtbench run collectives --mesh dp=2,tp=2
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -192,8 +190,13 @@ def _entry(lab: Lab, host: int, hosts_file: Path) -> list[str]:
 
 def _environment(lab: Lab, rank: int, ranks_per_host: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
-    place = {"RANK": rank, "WORLD_SIZE": lab.hosts * ranks_per_host, "MASTER_PORT": _PORT}
-    place |= {"LOCAL_RANK": rank % ranks_per_host, "LOCAL_WORLD_SIZE": ranks_per_host}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": lab.hosts * ranks_per_host,
+        "MASTER_PORT": _PORT,
+        "LOCAL_RANK": rank % ranks_per_host,
+        "LOCAL_WORLD_SIZE": ranks_per_host,
+    }
     first = next(iter(lab.addresses.values()))
     return {**defaults, **os.environ, **{k: str(v) for k, v in place.items()}, "MASTER_ADDR": first}
 

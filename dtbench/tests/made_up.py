@@ -1,7 +1,5 @@
 """Run files with made-up numbers of a plausible shape, for tests only: nothing here was measured."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -269,17 +267,15 @@ def bucketer(seed: int = 3) -> Iterator[Result]:
             }
             for impl, seconds in times.items():
                 calls = {"core": total // bucket, "unbucketed": total // tensor, "limit": 1}[impl]
-                samples = (seconds * np.exp(rng.normal(0, 0.05, 12))).tolist()
-                counters = {"collectives": calls, "bytes_copied": total, "peak_bytes": bucket * 2}
                 yield result(
                     "bucketer",
                     "reduce_scatter",
                     impl,
                     params,
-                    samples,
+                    (seconds * np.exp(rng.normal(0, 0.05, 12))).tolist(),
                     size_bytes=total,
                     factor=0.5,
-                    counters=counters,
+                    counters={"collectives": calls, "bytes_copied": total, "peak_bytes": bucket * 2},
                 )
 
 

@@ -8,8 +8,6 @@ FLAKY=1          the calls differ between launches         SLEEPS=1    a timed l
 MUTE=1           dies before it lists anything
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from inspect import getsource

@@ -1,7 +1,5 @@
 """Results of gate, profile and history with made-up numbers, for tests of the report only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,16 @@ SECTION = "overlap all_reduce mesh_dim=tp size=65536 (core)"
 def benchmark(verdict: str, name: str, ratio: float | None, **changes: Any) -> dict[str, Any]:
     effect = None
     if ratio is not None:
-        effect = {"ratio": ratio, "low": ratio / 1.02, "high": ratio * 1.02, "sd": 0.015, "pairs": 10}
-        effect |= {"p_slower": 0.001, "p_faster": 1.0, "smallest_detectable": 0.02}
+        effect = {
+            "ratio": ratio,
+            "low": ratio / 1.02,
+            "high": ratio * 1.02,
+            "sd": 0.015,
+            "pairs": 10,
+            "p_slower": 0.001,
+            "p_faster": 1.0,
+            "smallest_detectable": 0.02,
+        }
     return {
         "suite": "dispatch",
         "name": name,
@@ -65,8 +71,16 @@ def calls() -> dict[str, Any]:
     rows = tuple(
         Stage(stage=s, ns=ns, plus_minus_ns=20.0) for s, ns in (("local op", 2500.0), ("entry", 1500.0))
     )
-    times: dict[str, Any] = {"whole_ns": 4000.0, "recorded_ns": 6000.0, "unattributed_ns": 0.0, "rows": rows}
-    times |= {"label": LABEL, "source": "counters", "calls": 10, "spans_per_call": 13.0}
+    times: dict[str, Any] = {
+        "whole_ns": 4000.0,
+        "recorded_ns": 6000.0,
+        "unattributed_ns": 0.0,
+        "rows": rows,
+        "label": LABEL,
+        "source": "counters",
+        "calls": 10,
+        "spans_per_call": 13.0,
+    }
     cases = [
         CallStages(impl=impl, floor_ns=floor_ns, fitted_to_calibrated=1.1, **times)
         for impl, floor_ns in (("core", 1200.0), ("torch", None))
@@ -76,8 +90,7 @@ def calls() -> dict[str, Any]:
 
 def ranks() -> dict[str, Any]:
     job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
-    section = RanksSection(job=job, plain_us=900.0, profiled_us=1000.0)
-    return as_dict(RanksProfile(sections=(section,)))
+    return as_dict(RanksProfile(sections=(RanksSection(job=job, plain_us=900.0, profiled_us=1000.0),)))
 
 
 def as_dict(record: msgspec.Struct) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Jobs for tests: eight ranks on a mesh of 2 x 4, of which one is late; and of any other number."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

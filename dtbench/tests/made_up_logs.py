@@ -1,7 +1,5 @@
 """Logs with made-up times in the layouts of other benchmarks, for tests only: nothing here was measured."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,12 +64,13 @@ def table(
     lines: list[str] = []
     name = PROGRAMS.get(collective, collective)
     if layout.head:
-        lines += ["# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807"]
-        lines += [f"# Collective test starting: {name}_perf"]
         lines += [
-            "# nThread 1 nGpus 1 minBytes 8 maxBytes 128 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1"
+            "# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807",
+            f"# Collective test starting: {name}_perf",
+            "# nThread 1 nGpus 1 minBytes 8 maxBytes 128 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1",
+            "#",
+            "# Using devices",
         ]
-        lines += ["#", "# Using devices"]
         lines += [
             f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
             for r in range(ranks)
@@ -99,8 +98,11 @@ def table(
     lines += ["#", *_titles(collective, layout.era)]
     foot = []
     if layout.foot:
-        foot += [f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}"]
-        foot += ["# Avg bus bandwidth    : 1.0 ", "#"]
+        foot += [
+            f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
+            "# Avg bus bandwidth    : 1.0 ",
+            "#",
+        ]
     texts = [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]
     return "".join(layout.tag + line for line in "".join(texts).splitlines(keepends=True))
 

@@ -1,7 +1,5 @@
 """Topologies with made-up numbers, for tests only: nothing here was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Kineto traces made by hand: events of one rank, times in us."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence
@@ -21,8 +19,15 @@ def kernel(ts: float, dur: float, name: str = "gemm", stream: int = 7, **args: A
 
 def nccl(ts: float, dur: float, name: str = "all_reduce", elements: int = 1000, **args: Any) -> Event:
     """A kernel of NCCL that says all of itself, over ranks 0 and 1."""
-    said = {"Collective name": name, "In msg nelems": elements, "Out msg nelems": elements, "dtype": "Float"}
-    said |= {"Group size": 2, "Process Group Name": "1", "Process Group Ranks": "[0, 1]"}
+    said = {
+        "Collective name": name,
+        "In msg nelems": elements,
+        "Out msg nelems": elements,
+        "dtype": "Float",
+        "Group size": 2,
+        "Process Group Name": "1",
+        "Process Group Ranks": "[0, 1]",
+    }
     return kernel(ts, dur, "ncclDevKernel_Generic(x)", 20, **said | args)
 
 

@@ -3,8 +3,6 @@
 Needs a chromium on the PATH. Only the map of links is measured anew, on four ranks of this machine.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -7,8 +7,6 @@ are real, the trials share them: the intervals (Clopper & Pearson 1934) hold for
     python -m dtbench.tests.preflight_selftest FILE.json      half an hour; root, Linux
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

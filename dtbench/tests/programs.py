@@ -4,8 +4,6 @@ An import of torch takes seconds of a core, and a run on two ranks needs three. 
 of a signal or of what a fresh process finds start fresh ones; the others are forked, and so are their ranks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -49,6 +47,22 @@ def start_fresh(*command: str, cwd: Path | None = None) -> subprocess.CompletedP
     return subprocess.run(
         command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )
+
+
+def start_ranks(places: Sequence[Mapping[str, str]], *words: str) -> list[tuple[int, str, str]]:
+    """Runs `dtbench WORDS` once per set of launcher variables; returns each exit code, stdout and stderr."""
+    started = [
+        subprocess.Popen(
+            [*FRESH, *words],
+            env=environment() | dict(place),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for place in places
+    ]
+    outputs = [process.communicate(timeout=LIMIT_S) for process in started]
+    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
 def start(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

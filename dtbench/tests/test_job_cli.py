@@ -1,13 +1,12 @@
 """`dtbench profile` of a user's job: its targets and options, what is printed and kept; and the one line that names it
 where a trace or a training script is given to another command."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,18 @@ import msgspec
 import pytest
 
 from dtbench.file_kinds import HEAD_BYTES, looks_like_trace
-from dtbench.records.job import Job, JobAnalysis
+from dtbench.records.comparison import Verdict
+from dtbench.records.job import CallChange, CallKind, Job, JobAnalysis, Lane, SavingEstimate, TimeChange
+from dtbench.records.topology import read_topology
+from dtbench.reporting.html import Sources, gather, render
 from dtbench.reporting.job_tables import extremes, print_job
 from dtbench.tests import made_up_jobs
+from dtbench.tests.html_page import HOSTILE, Page, harmless, hostile
 from dtbench.tests.made_up import Cli
+from dtbench.traces.job import _MAX_LANE_INTERVALS
 
+NO_ANALYSIS = JobAnalysis(0)
+TOPOLOGY = Path(__file__).parents[2] / "results" / "baseline-cpu-gloo-4ranks.topology.json"
 EVENTS = '{"schemaVersion": 1, "traceEvents": [{"ph": "X", "name": "nccl", "ts": 1, "dur": 2}]}'
 
 
@@ -43,20 +49,19 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return names
 
 
-def test_traces_are_printed_and_kept_where_a_folder_is_named(dtbench: Cli, read: list[list[str]]) -> None:
+def test_profile_prints_traces_and_writes_them_with_o(dtbench: Cli, read: list[list[str]]) -> None:
     Path("traces").mkdir()
     for targets in (["a.json.gz", "b.json"], ["traces"]):
         code, out, err = dtbench("profile", *targets)
         assert (code, read.pop()) == (0, targets) and "-o FOLDER" in err
     assert "Communication by mesh dim" in out and [path.name for path in Path().iterdir()] == ["traces"]
-    assert dtbench("profile", ".")[0] == 0
-    assert dtbench("profile", "traces", "-o", "job")[0] == 0
+    assert dtbench("profile", ".")[0] == 0 and dtbench("profile", "traces", "-o", "job")[0] == 0
     assert sorted(path.name for path in Path("job").iterdir()) == ["job.json", "table.txt"]
     assert dtbench("profile", "traces", "-o", "job")[2].startswith("dtbench: job exists already")
     assert dtbench("show", "job")[1] == dtbench("profile", "job")[1] == Path("job/table.txt").read_text()
 
 
-def test_json_is_one_document_with_the_fields_of_a_job(dtbench: Cli) -> None:
+def test_profile_json_is_one_job_document(dtbench: Cli) -> None:
     profile_in(Path("job"))
     code, out, _ = dtbench("profile", "job", "--json")
     content = json.loads(out)
@@ -67,7 +72,7 @@ def test_json_is_one_document_with_the_fields_of_a_job(dtbench: Cli) -> None:
     assert content["analysis"]["exit_code"] == 0 and json.loads(dtbench("show", "job", "--json")[1])["ranks"]
 
 
-def test_a_base_with_other_calls_is_told_and_is_exit_code_1(dtbench: Cli) -> None:
+def test_profile_base_with_other_calls_exits_with_1(dtbench: Cli) -> None:
     profile_in(Path("new"))
     calls = [call for call in made_up_jobs.job().collectives if call.mesh_dim != "world"]
     profile_in(Path("old"), collectives=tuple(calls))
@@ -77,7 +82,7 @@ def test_a_base_with_other_calls_is_told_and_is_exit_code_1(dtbench: Cli) -> Non
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_a_command_has_options_of_its_own_and_its_exit_code(
+def test_profile_command_keeps_its_options_and_exit_code(
     dtbench: Cli, read: list[list[str]], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     calls: list[Any] = []
@@ -116,19 +121,19 @@ def test_a_command_has_options_of_its_own_and_its_exit_code(
         ("dispatch/add dispatch/mul", "got 2 targets"),
     ],
 )
-def test_options_of_another_kind_of_target_are_refused(dtbench: Cli, words: str, says: str) -> None:
+def test_profile_refuses_options_of_another_kind_of_target(dtbench: Cli, words: str, says: str) -> None:
     profile_in(Path("job"))
     code, _, err = dtbench("profile", *words.split())
     assert code == 2 and says in err and err.count("\n") == 1
 
 
-def text_of(job: Job) -> str:
+def text_of(job: Job, analysis: JobAnalysis = NO_ANALYSIS) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(job, JobAnalysis(0))
+        print_job(job, analysis)
     return out.getvalue()
 
 
-def test_of_a_thousand_ranks_the_extremes_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_job_shows_the_extremes_of_a_thousand_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     job = made_up_jobs.job(ranks=1024, late=700)
     assert len(extremes(job)) == 16 and {1, 700} <= {rank.rank for rank in extremes(job)}
     text = text_of(job)
@@ -137,7 +142,7 @@ def test_of_a_thousand_ranks_the_extremes_are_printed(monkeypatch: pytest.Monkey
     assert max(map(len, text_of(job).splitlines())) <= 80
 
 
-def test_a_job_without_steps_or_with_little_in_its_traces_is_told_as_such() -> None:
+def test_print_job_of_sparse_traces_omits_missing_figures() -> None:
     ranks = (made_up_jobs.rank_job(0, steps=0, steps_source="", step_s=None, each_step=()),)
     bare = made_up_jobs.job(ranks=1)
     calls = [msgspec.structs.replace(c, dtype=None, bytes=None, busbw=None) for c in bare.collectives]
@@ -148,58 +153,132 @@ def test_a_job_without_steps_or_with_little_in_its_traces_is_told_as_such() -> N
     assert text_of(msgspec.structs.replace(bare, ranks=ranks, collectives=(), lanes=()))
 
 
-def test_traces_are_known_by_their_head(tmp_path: Path) -> None:
-    listed = (
-        '{"schemaVersion": 1, "distributedInfo": {"pg_config": ['
-        + "1, " * HEAD_BYTES
-        + '0]}, "traceEvents": []}'
-    )
-    for text, is_one in (
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    ("text", "is_trace"),
+    [
         (EVENTS, True),
-        (listed, True),
+        (
+            '{"schemaVersion": 1, "distributedInfo": {"pg_config": ['
+            + "1, " * HEAD_BYTES
+            + '0]}, "traceEvents": []}',
+            True,
+        ),
         ('\ufeff[{"ph": "X", "ts": 1}]', True),
         ("", False),
         ('[{"name": "x"}]', False),
         ('{"kind": "run"}', False),
-    ):
-        for data in (text.encode(), gzip.compress(text.encode())):
-            (tmp_path / "file").write_bytes(data)
-            assert looks_like_trace(tmp_path / "file") == is_one, text[:80]
+    ],
+)
+def test_looks_like_trace_reads_the_head_of_a_file(
+    tmp_path: Path, text: str, is_trace: bool, pack: Callable[[bytes], bytes]
+) -> None:
+    (tmp_path / "file").write_bytes(pack(text.encode()))
+    assert looks_like_trace(tmp_path / "file") == is_trace
+
+
+def test_looks_like_trace_refuses_folders_and_damaged_archives(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(gzip.compress(b" " * 2**24 + EVENTS.encode())[:-9])
     assert not looks_like_trace(tmp_path / "file") and not looks_like_trace(tmp_path)
 
 
-def test_other_commands_name_profile_for_a_trace(dtbench: Cli) -> None:
-    Path("t.json").write_text(EVENTS)
-    Path("t 1.json.gz").write_bytes(gzip.compress(EVENTS.encode()))
-    for trace in ("t.json", "t 1.json.gz"):
-        for words in (
-            "import T -o x",
-            "show T",
-            "report T -o x",
-            "run T",
-            "compare T T",
-            "calibrate T",
-            "gate --base env: --head env: T",
-        ):
-            code, _, err = dtbench(*(trace if word == "T" else word for word in words.split()))
-            assert (
-                code == 2
-                and err.count("\n") == 1
-                and f"{trace} is a trace of torch.profiler, expected" in err
-            )
-            assert f"`dtbench profile {trace if trace == 't.json' else repr(trace)}`" in err
+@pytest.mark.parametrize(
+    "command",
+    [
+        "import T -o x",
+        "show T",
+        "report T -o x",
+        "run T",
+        "compare T T",
+        "calibrate T",
+        "gate --base env: --head env: T",
+    ],
+)
+@pytest.mark.parametrize("trace", ["t.json", "t 1.json.gz"])
+def test_other_commands_refuse_a_trace_and_name_profile(dtbench: Cli, command: str, trace: str) -> None:
+    Path(trace).write_bytes(gzip.compress(EVENTS.encode()) if trace.endswith(".gz") else EVENTS.encode())
+    code, _, err = dtbench(*(trace if word == "T" else word for word in command.split()))
+    assert code == 2 and err.count("\n") == 1 and f"{trace} is a trace of torch.profiler, expected" in err
+    assert f"`dtbench profile {trace if trace == 't.json' else repr(trace)}`" in err
 
 
-def test_a_training_script_is_not_run_and_profile_is_named(dtbench: Cli) -> None:
+@pytest.mark.parametrize(
+    "command",
+    ["run train.py", "profile train.py/x", "import train.py -o x", "show train.py", "report train.py -o x"],
+)
+def test_other_commands_do_not_run_a_training_script_and_name_profile(dtbench: Cli, command: str) -> None:
     Path("train.py").write_text("import torch\nopen('ran', 'w')\n")
-    for words in (
-        "run train.py",
-        "profile train.py/x",
-        "import train.py -o x",
-        "show train.py",
-        "report train.py -o x",
-    ):
-        code, _, err = dtbench(*words.split())
-        assert code == 2 and err.count("\n") == 1 and "`dtbench profile -- python train.py`" in err, err
+    code, _, err = dtbench(*command.split())
+    assert code == 2 and err.count("\n") == 1 and "`dtbench profile -- python train.py`" in err
     assert not Path("ran").exists()
+
+
+def test_a_profile_has_a_timeline_curves_tables_and_notes(tmp_path: Path) -> None:
+    folder = profile_in(tmp_path / "job")
+    sources = gather([folder], topology=TOPOLOGY)
+    assert sources.job == gather([folder / "job.json"]).job == made_up_jobs.job()
+    worth = JobAnalysis(0, savings=(SavingEstimate("dp", "hidden", 3, 0.42, 0.06, 0.14),))
+    text = render(Sources(job=sources.job, topology=read_topology(TOPOLOGY), analysis=worth))
+    page = Page(text)
+    job = page.section_text["job"]
+    assert "Step 12" in job and "8 of 8 ranks, clocks aligned by ends of collectives" in job
+    assert "all_gather, calibrated" in job and "reduce_scatter" in job
+    assert (
+        "60.0 ms (14% of the step of rank 3) if computation covered all communication over dp" in page.text
+        and "excluded 2 events" in job
+    )
+    assert [row[-1] for row in page.rows if row[-1].endswith(".gz")] == [f"rank{n}.json.gz" for n in range(8)]
+    assert ("a", {"href": "https://ui.perfetto.dev"}) in page.tags
+    assert (
+        "17% of the step is exposed communication" in page.text and "torchrun --nproc-per-node 8" in page.text
+    )
+
+
+def test_job_page_clips_calibrated_lines() -> None:
+    """They are of more sizes than the job has."""
+    text = render(gather([TOPOLOGY.parent / "job" / "core"], topology=TOPOLOGY))
+    drawings = re.findall(r'<svg class="plot"[^>]*inJob.*?</svg>', text, re.DOTALL)
+    leaving = re.findall(r'<path d="M -[^>]*>', "".join(drawings))
+    assert leaving and all("clip-path" in path for path in leaving)
+
+
+def test_job_page_title_is_the_first_finding() -> None:
+    gathers = CallKind("dp", "all_gather", 4, "float32", 2**19)
+    calls = JobAnalysis(
+        1, call_changes=(CallChange(gathers, gathers, (0.0, 2.0), (0,)),), compared_ranks=(0,)
+    )
+    assert titled(calls) == "Dp all_gather of 512 KiB (float32): 2 calls instead of 0"
+    step = TimeChange("step_s", Verdict.SLOWER, "beyond the 3.2x of launches", 0.01, 0.1, None)
+    assert (
+        titled(JobAnalysis(1, time_changes=(step,))) == "Step: 10.0 ms → 100 ms, 10.0x slower than the base"
+    )
+
+
+def titled(analysis: JobAnalysis) -> str:
+    (title,) = re.findall("<h1>(.*?)</h1>", render(Sources(job=made_up_jobs.job(), analysis=analysis)))
+    return title
+
+
+def test_page_draws_few_of_many_ranks_and_lists_all() -> None:
+    page = Page(render(Sources(job=made_up_jobs.job(ranks=64))))
+    assert "16 of 64 ranks" in page.section_text["job"]
+    assert len([row for row in page.rows if row[-1].endswith(".gz")]) == 64
+
+
+def test_page_with_the_most_lanes_stays_below_two_megabytes() -> None:
+    many = tuple((n / 1250 + 1e-7, n / 1250 + 4.1234e-4) for n in range(_MAX_LANE_INTERVALS))
+    lanes = [
+        Lane(rank=rank, name=f"communication {n}", intervals=many) for rank in range(16) for n in range(6)
+    ]
+    text = render(Sources(job=made_up_jobs.job(ranks=16, lanes=tuple(lanes))))
+    assert len(text) < 2_000_000 and Page(text).section_text["job"].count("communication 5")
+
+
+def test_job_page_escapes_hostile_names() -> None:
+    job = msgspec.convert(
+        hostile(msgspec.to_builtins(made_up_jobs.job()), {"kind", "last", "waiting_s"}), Job
+    )
+    calls = [
+        msgspec.structs.replace(call, mesh_dim=HOSTILE * 5, collective="x" * 3000) for call in job.collectives
+    ]
+    harmless(render(Sources(job=msgspec.structs.replace(job, collectives=tuple(calls)))))

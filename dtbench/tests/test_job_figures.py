@@ -1,9 +1,5 @@
 """The figures of a job: they are of the same steps, parts add up to wholes, and a late rank is named."""
 
-from __future__ import annotations
-
-import contextlib
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +7,29 @@ from typing import Any
 
 import pytest
 
+from dtbench.errors import DtbenchError
 from dtbench.records.comparison import Verdict
 from dtbench.records.job import Job
 from dtbench.reporting.html import Sources, render
-from dtbench.reporting.job_tables import headline, print_job, tables
+from dtbench.reporting.job_tables import headline, tables
 from dtbench.tests.html_page import Page
-from dtbench.tests.made_up_traces import Event, event, kernel, nccl, note, write
+from dtbench.tests.made_up_traces import (
+    Event,
+    event,
+    gloo,
+    header,
+    kernel,
+    launch,
+    nccl,
+    note,
+    op,
+    text_of,
+    write,
+)
+from dtbench.tests.test_job_cli import text_of as printed
 from dtbench.traces.analysis import analyze, compare_recordings, find_late_ranks
 from dtbench.traces.job import read_job
+from dtbench.traces.kernel_names import function_of, kernel_collective
 from dtbench.traces.steps import count_outlying_first, find_complete_steps
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -65,8 +76,7 @@ def made_up(
             events += [kernel(at, computed), kernel(end - 1500, 500)]  # the second hides a part of the calls
             events.append(event("Memcpy HtoD", end - 150, 50, "gpu_memcpy", 9))
             calls = [call(start, end - 200, number), call(start + 500, end - 600, number, TP)]
-            is_last = number == len(durations_us) - 1
-            events += calls[: last_calls if is_last else 2]
+            events += calls[: last_calls if number == len(durations_us) - 1 else 2]
             at = end
         write(folder, events, rank, world=4, groups=[DP, TP], **more)
     return read_job([folder])
@@ -77,16 +87,10 @@ def committed(place: str) -> Job:
     return read_job([path] if path.is_dir() else sorted(path.parent.glob(path.name)))
 
 
-def text_of(job: Job) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        print_job(job, analyze(job))
-    return out.getvalue()
-
-
 # ------------------------------------------------------------------------------- parts and wholes
 
 
-def check_that_parts_add_up(job: Job) -> None:
+def check_parts_of_ranks(job: Job) -> None:
     for rank in job.ranks:
         for step in (*rank.each_step, rank.mean_step):
             alone_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
@@ -109,7 +113,7 @@ def check_that_parts_add_up(job: Job) -> None:
             )
 
 
-def check_that_savings_are_within_what_is_exposed(job: Job) -> None:
+def check_savings(job: Job) -> None:
     rows = analyze(job).savings
     saved = {(row.mesh_dim, row.assumption): row.saved_s for row in rows}
     for row in rows:
@@ -124,7 +128,7 @@ def check_that_savings_are_within_what_is_exposed(job: Job) -> None:
         )
 
 
-def check_that_tables_agree(job: Job) -> None:
+def check_tables(job: Job) -> None:
     """The dims' shares add up to the headline's, and the ranks' to it over all steps."""
     shown = {table.caption.split(",")[0]: table for table in tables(job, analyze(job))}
     ranks = {column.header: column.cells for column in shown["Ranks"].columns}
@@ -139,17 +143,10 @@ def check_that_tables_agree(job: Job) -> None:
         assert cell == f"{step.exposed_s / step.step_s:.1%}"
 
 
-@pytest.mark.parametrize("place", COMMITTED)
-def test_parts_of_committed_jobs_add_up(place: str) -> None:
-    job = committed(place)
-    check_that_parts_add_up(job)
-    check_that_savings_are_within_what_is_exposed(job)
-    check_that_tables_agree(job)
-
-
 @pytest.mark.parametrize(
-    "more",
+    "source",
     [
+        *COMMITTED,
         {},
         {"late": {2: ("idle", 4000.0)}},
         {"late": {1: ("computation", 3000.0), 3: ("idle", 3500.0)}},
@@ -157,11 +154,12 @@ def test_parts_of_committed_jobs_add_up(place: str) -> None:
         {"durations_us": (STEP_US, 30_000.0, STEP_US), "last_calls": 1},
     ],
 )
-def test_parts_of_made_up_jobs_add_up(tmp_path: Path, more: dict[str, Any]) -> None:
-    job = made_up(tmp_path / "job", **more)
-    check_that_parts_add_up(job)
-    check_that_savings_are_within_what_is_exposed(job)
-    check_that_tables_agree(job)
+def test_parts_of_a_job_add_up(tmp_path: Path, source: str | dict[str, Any]) -> None:
+    """source: a committed job, or the arguments of a made-up one."""
+    job = committed(source) if isinstance(source, str) else made_up(tmp_path / "job", **source)
+    check_parts_of_ranks(job)
+    check_savings(job)
+    check_tables(job)
 
 
 def test_time_that_two_dims_expose_at_once_counts_half_for_each(tmp_path: Path) -> None:
@@ -238,14 +236,13 @@ def test_a_partial_last_step_is_named_and_in_no_figure(tmp_path: Path) -> None:
 
 
 def test_steps_that_were_asked_for_and_are_missing_are_named(tmp_path: Path) -> None:
-    window = {"asked": 100, "whole": 4, "why": "the program ended"}
-    job = made_up(tmp_path / "job", dtbench_window=window)
+    job = made_up(tmp_path / "job", dtbench_window={"asked": 100, "whole": 4, "why": "the program ended"})
     assert "ranks 0, 1, 2, 3: 4 of the 100 requested steps were recorded: the program ended" in job.notes
     assert {(rank.steps, rank.excluded_steps) for rank in job.ranks} == {(4, 1)}
 
 
 @pytest.mark.parametrize("window", [{"asked": "x", "whole": []}, {"asked": 3, "whole": 0}, {"whole": 10**30}])
-def test_a_window_that_makes_no_sense_harms_nothing(tmp_path: Path, window: dict[str, Any]) -> None:
+def test_invalid_recording_window_is_ignored(tmp_path: Path, window: dict[str, Any]) -> None:
     assert all(rank.steps for rank in made_up(tmp_path / "job", dtbench_window=window).ranks)
 
 
@@ -261,27 +258,28 @@ def test_ranks_without_steps_leave_none_to_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ["computation", "idle"])
-def test_a_late_rank_is_the_first_thing_said(tmp_path: Path, why: str) -> None:
+def test_late_rank_leads_the_printed_table_and_the_title(tmp_path: Path, why: str) -> None:
     job = made_up(tmp_path / "job", late={2: (why, 5000.0)})
     (late,) = analyze(job).late_ranks
     assert (late.rank, late.part, late.last_share) == (2, why, 1.0)
     assert late.late_s == pytest.approx(5e-3, rel=0.01)
-    first = text_of(job).splitlines()[0]
+    first = printed(job, analyze(job)).splitlines()[0]
     doing = {"computation": "it computes longer", "idle": "it is idle longer"}[why]
     assert first.startswith(f"Rank 2 is late by 5.00 ms a step: {doing} than the others.")
     title = re.search("<title>(.*?)</title>", render(Sources(job=job, analysis=analyze(job))))
     assert title and title[1].startswith(f"Rank 2 is late by 5.00 ms a step: {doing} than the others")
 
 
-def test_two_late_ranks_are_both_named(tmp_path: Path) -> None:
+def test_find_late_ranks_names_several(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", late={1: ("idle", 4000.0), 3: ("computation", 4000.0)})
-    assert {late.rank for late in find_late_ranks(job)} <= {1, 3}
-    assert find_late_ranks(job)
+    assert set() < {late.rank for late in find_late_ranks(job)} <= {1, 3}
 
 
 def test_ranks_that_wait_for_links_are_not_late(tmp_path: Path) -> None:
     job = made_up(tmp_path / "job", late={2: ("idle", 300.0)})
-    assert find_late_ranks(job) == () and "exposed communication" in text_of(job).splitlines()[0]
+    assert (
+        find_late_ranks(job) == () and "exposed communication" in printed(job, analyze(job)).splitlines()[0]
+    )
     for place in COMMITTED:
         assert find_late_ranks(committed(place)) == ()
 
@@ -289,7 +287,7 @@ def test_ranks_that_wait_for_links_are_not_late(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- against a base
 
 
-def test_a_rank_that_became_late_is_exit_code_1_and_said_first(tmp_path: Path) -> None:
+def test_new_late_rank_exits_with_1_and_leads_the_page(tmp_path: Path) -> None:
     base = made_up(tmp_path / "base")
     head = made_up(tmp_path / "head", (50_000.0,) * 5, late={2: ("idle", 40_000.0)})
     analysis = compare_recordings([base], [head])
@@ -304,7 +302,214 @@ def test_a_rank_that_became_late_is_exit_code_1_and_said_first(tmp_path: Path) -
 
 def test_lateness_that_adds_little_to_a_step_is_no_verdict(tmp_path: Path) -> None:
     base = made_up(tmp_path / "base", late={1: ("idle", 50.0)})
-    head = made_up(tmp_path / "head", late={1: ("idle", 500.0)})
-    analysis = compare_recordings([base], [head])
+    analysis = compare_recordings([base], [made_up(tmp_path / "head", late={1: ("idle", 500.0)})])
     late = [row for row in analysis.time_changes if row.part == "lateness of rank 1 over dp"]
     assert late and late[0].head_s > 5 * late[0].base_s and analysis.exit_code == 0
+
+
+# As traces have them, with what they communicate.
+COMMUNICATE = {
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals, int)": "all_reduce",
+    "void vllm::cross_device_reduce_2stage<__half, 4>(vllm::RankData*, int)": "all_reduce",
+    "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 2>(sglang::RankData*)": "all_reduce",
+    "void (anonymous namespace)::all_reduce_one_shot_push_kernel<__half, 4u, true>(X)": "all_reduce",
+    "_ZN4vllm26cross_device_reduce_1stageI13__nv_bfloat16Li8EEEvPNS_8RankDataE": "all_reduce",
+    "void aiter::allreduce_fusion_kernel_2stage<__hip_bfloat16, 8>(aiter::RankData*)": "all_reduce",
+    "void aiter::reduce_scatter_split_lastdim<float, 8>(aiter::RankData*)": "reduce_scatter",
+    "void aiter::allgather_vec<float, 8>(aiter::RankData*)": "all_gather",
+    "void quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot<half, X>, half>(x)": "all_reduce",
+    "void tensorrt_llm::kernels::oneShotAllReduceKernel<__half, 8, true>(AllReduceParams)": "all_reduce",
+    "void tensorrt_llm::kernels::twoShotAllReduceKernel<__half, 8>(AllReduceParams)": "all_reduce",
+    "void tensorrt_llm::kernels::reduce_fusion::lamport_style_one_shot_all_reduce_norm_kernel<T>(x)": "all_reduce",
+    "void tensorrt_llm::kernels::ar_fusion::allreduce_fusion_kernel_oneshot_lamport<P, T, 8>(X)": "all_reduce",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_twoshot_sync<P>(X)": "all_reduce",
+    "void flashinfer::x::moefinalize_allreduce_fusion_kernel_oneshot_lamport<X>(Y)": "all_reduce",
+    "void flashinfer::trtllm_mnnvl_allreduce::oneshotAllreduceFusionKernel<8, float>(x)": "all_reduce",
+    "void flashinfer::mixed_comm::fused_reducescatter_allreduce_kernel<X>(Y)": "reduce_scatter",
+    "void moeA2ADispatchKernel<X>(Y)": "all_to_all",
+    "userbuffers_fp16_sum_inplace_gpu_mc(int, int)": "all_reduce",
+    "void userbuffers_fp16_sum_inplace_gpu_rr_rs_oop_fp8<2, __nv_fp8_e4m3>(int)": "reduce_scatter",
+    "void userbuffers_fp16_sum_inplace_gpu_rw_ag<8>(int)": "all_gather",
+    "kuserbuffers_pushsend(int*, int*)": "send",
+    "kuserbuffers_pushrecv(int)": "recv",
+    "kuserbuffers_pushsendrecv_atomic(int)": "send_recv",
+    "void (anonymous namespace)::one_shot_all_reduce_kernel<float, 16, 8>(float**)": "all_reduce",
+    "void (anonymous namespace)::two_shot_all_reduce_kernel<float, 16, 8, false, false>(float**)": "all_reduce",
+    "void (anonymous namespace)::two_shot_all_reduce_kernel<float, 16, 8, true, false>(float**)": "reduce_scatter",
+    "_ZN64_GLOBAL__N__62167398_25_CUDASymmetricMemoryOps_cu_39041df9_1350726two_shot_all_reduce_kernel"
+    "IN3c108BFloat16ELi16ELi2ELb1ELb0EEEvPPT_": "reduce_scatter",
+    "void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(X)": "all_reduce",
+    "void (anonymous namespace)::multimem_all_gather_kernel<16>(X)": "all_gather",
+    "c10d::symmetric_memory::barrier_kernel(unsigned int**, int)": "barrier",
+    "c10d::nvshmem_extension::allToAllV(void*, void*)": "all_to_all",
+    "nvshmemi_proxy_quiet(x)": "unknown",
+    "void barrier_on_stream_kernel_threadgroup<(threadgroup_t)1>(int, int)": "barrier",
+    "void rdxn_on_stream_kernel<float, (rdxn_ops)0>(int)": "all_reduce",
+    "void alltoall_on_stream_kernel<float>(int)": "all_to_all",
+    "void tensorrt_llm::kernels::mnnvl::twoshot_allreduce_kernel<8, float>(float*)": "all_reduce",
+    "void tensorrt_llm::kernels::lowPrecisionTwoShotAllReduceKernel<half, T, 8>(x)": "all_reduce",
+    "one_shot_all_reduce_kernel_optimized": "all_reduce",
+    "void deep_ep::intranode::dispatch<8, 768, 8192>(int4*)": "all_to_all",
+    "void deep_ep::internode_ll::combine<3, 7168, 9>(void*)": "all_to_all",
+    "void deep_ep::elastic::hybrid_dispatch_impl<X>(Y)": "all_to_all",
+    "void deep_ep::intranode::cached_notify_combine<8>(void**)": "barrier",
+    "EpDispatchIntraNodeKernel_bf16": "all_to_all",
+    "void pplx::internode::dispatchKernel<X>(Y)": "all_to_all",
+    "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "all_reduce",
+    "_Z40ncclDevKernel_ReduceScatter_Sum_bf16_RING24ncclDevKernelArgsStorageILm4096EE": "reduce_scatter",
+    "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)": "all_gather",
+    "ncclAllReduceRingLLKernel_sum_f32(ncclColl)": "all_reduce",
+    "ncclSymkDevKernel_AllReduce_AGxLL_R_sum_f32(x)": "all_reduce",
+    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>) [clone .kd]": "unknown",
+    "mscclKernel_Sum_half_Simple_false(x)": "unknown",
+    "void mscclpp::collective::allreduceNvlsPacket<X>(Y)": "all_reduce",
+    "void oneccl_allreduce_pcie<float>": "all_reduce",
+    "class AllreduceMediumKernel_GlobalSync<float>": "all_reduce",
+}  # fmt: skip
+COMPUTE = [
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>(float)",
+    "void layernorm::ln_fwd_kernel<AllReduce<float>>(LaunchParams)",
+    "void oneflow::layer_norm::LayerNormWarpImpl<Load, Store, BlockAllReduce<float>>(long)",
+    "void block_all_reduce_sum_f32_f32_kernel<256>(float*, float*, int)",
+    "blockAllReduce(float*)",
+    "triton_poi_fused_all_reduce_wait_tensor_add_0",
+    "triton_red_fused_one_shot_all_reduce_1",
+    "_ZN5apex13reduce_kernelI9AllReduceEEvPf",
+    "void deep_ep::layout::get_dispatch_layout<256, 32, 2>(long const*)",
+    "void deep_ep::elastic::combine_reduce_epilogue_impl<X>(Y)",
+    "void fmha_fwd_splitkv_combine_kernel<ncclX>(x)",
+    "void cutlass::device_kernel<gemm_dispatch_nccl>(x)",
+    "void foo<nccl::Op>(ncclDevComm*)",
+    "_ZN2ck16tensor_operation6device37kernel_batched_gemm_xdlopsE",
+    "_Z",
+    "_Z9999short",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", COMMUNICATE)
+def test_kernels_of_libraries_communicate(name: str) -> None:
+    assert kernel_collective(name) == COMMUNICATE[name]
+
+
+@pytest.mark.parametrize("name", COMPUTE)
+def test_kernels_that_speak_of_reductions_within_a_block_compute(name: str) -> None:
+    assert kernel_collective(name) == ""
+
+
+def test_function_of_leaves_types_and_arguments_out() -> None:
+    assert function_of("void a::(anonymous namespace)::f<b::c<1>>(d::e)") == "a::f"
+    assert function_of("_ZN12_GLOBAL__N_11fIfEEvT_") == "f"
+    assert function_of("triton_poi_fused_add_0") == "triton_poi_fused_add_0"
+
+
+def read_events(tmp_path: Path, events: Sequence[Event]) -> Job:
+    return read_job([write(tmp_path, events)])
+
+
+def test_a_custom_all_reduce_is_exposed_communication(tmp_path: Path) -> None:
+    name = "void vllm::cross_device_reduce_2stage<__half, 4>(vllm::RankData*)"
+    job = read_events(tmp_path, [kernel(0, 100), kernel(100, 50, name), kernel(150, 10)])
+    (call,) = job.collectives
+    assert (call.collective, call.count) == ("all_reduce", 1)
+    assert job.ranks[0].communication_s == job.ranks[0].exposed_s == pytest.approx(50e-6)
+
+
+def test_a_kernels_own_arguments_count_before_its_name(tmp_path: Path) -> None:
+    said = {"Collective name": "_allgather_base", "In msg nelems": 10, "Out msg nelems": 20, "dtype": "Float"}
+    job = read_events(tmp_path, [kernel(0, 10), kernel(10, 30, "_ZN5other6kernelE", 9, **said)])
+    assert [(call.collective, call.bytes) for call in job.collectives] == [("all_gather", 80)]
+
+
+STRANGER = "void newlib::exchange<8>(int*)"
+DOUBT = "rank 0: kernels that count as computation may communicate: {}; dtbench does not know their names"
+
+
+@pytest.mark.parametrize(
+    ("events", "named"),
+    [
+        # Stream 20 has NCCL's kernels and next to nothing else; stream 7 computes.
+        ([kernel(0, 900), nccl(0, 100), kernel(100, 40, STRANGER, 20)], "newlib::exchange (40.0 µs)"),
+        ([kernel(0, 900), nccl(0, 100), *(kernel(n, 9, STRANGER, 20) for n in (2, 30))], "newlib::exchange (18.0 µs)"),
+        ([kernel(0, 900), kernel(900, 30, "my_all_gather<4>(x)")], "my_all_gather (30.0 µs)"),
+        # A copy of torch's own before a collective, and what computes elsewhere, too.
+        ([kernel(0, 900), nccl(0, 100), kernel(100, 40, "void at::native::cat<1>(x)", 20)], ""),
+        ([kernel(0, 900, STRANGER), nccl(0, 100), kernel(100, 40, STRANGER, 20)], ""),
+        # One stream for all, as under inference.
+        ([kernel(0, 900, stream=20), nccl(900, 100), kernel(1000, 40, STRANGER, 20)], ""),
+        ([kernel(0, 900), kernel(900, 30, "void blockAllReduce<4>(x)")], ""),
+        ([kernel(0, 900), kernel(900, 30, "triton_poi_fused_all_gather_into_tensor_3")], ""),
+    ],
+)  # fmt: skip
+def test_unknown_kernels_that_may_communicate_are_named(
+    tmp_path: Path, events: list[Event], named: str
+) -> None:
+    notes = [note for note in read_events(tmp_path, events).notes if "may communicate" in note]
+    assert notes == ([DOUBT.format(named)] if named else [])
+
+
+def test_only_the_longest_unknown_kernels_are_named(tmp_path: Path) -> None:
+    events = [kernel(n * 100, 10 + n, f"all_gather_{'abcde'[n]}(x)") for n in range(5)]
+    (note,) = [note for note in read_events(tmp_path, events).notes if "may communicate" in note]
+    assert note == DOUBT.format("all_gather_e (14.0 µs), all_gather_d (13.0 µs), all_gather_c (12.0 µs), ...")
+
+
+@pytest.mark.parametrize(
+    ("events", "shows"),
+    [
+        ([op("c10d::allreduce_", 0, 9), op("record_param_comms", 1, 5)], "nccl"),
+        ([note("nccl:all_reduce", 0, 9), *gloo(20, 9)], "nccl:all_reduce"),
+        ([note("xccl:broadcast", 0, 9)], "xccl:broadcast"),
+        ([event("graph", 5, 9, "hpu_op")], "hpu_op"),
+        ([event("hccl::all_reduce", 5, 9, "mtia_ccp_events")], "mtia_ccp_events"),
+        ([op("aten::_mps_convolution", 5, 9)], "aten::_mps_convolution"),
+        ([op("npu::npu_fusion_attention", 5, 9)], "npu::npu_fusion_attention"),
+    ],
+)
+def test_trace_without_kernels_of_an_accelerators_job_is_refused(
+    tmp_path: Path, events: list[Event], shows: str
+) -> None:
+    with pytest.raises(DtbenchError) as caught:
+        read_job([write(tmp_path, [op("aten::mm", 0, 9), launch(3, 1), *events])])
+    assert f"rank0.json has no kernels, although '{shows}' shows" in str(caught.value)
+    assert "ProfilerActivity.CPU and .CUDA" in str(caught.value)
+
+
+def test_trace_cut_off_before_its_kernels_is_refused(tmp_path: Path) -> None:
+    text = text_of([op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 9), kernel(20, 9)])
+    (tmp_path / "t.json").write_bytes(text[: text.index(b'"kernel"')])
+    with pytest.raises(DtbenchError, match="no kernels before the point where it is cut off, although"):
+        read_job([tmp_path])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi", "ucc", "ccl", "", "undefined"])
+def test_trace_of_a_job_on_cpus_is_read_without_kernels(tmp_path: Path, backend: str) -> None:
+    """Also where a profiler with CUDA's activities left calls of its runtime, as it does at its end."""
+    head = header()
+    head["distributedInfo"]["backend"] = backend
+    events = [op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 5), launch(30, 1)]
+    (tmp_path / "t.json").write_bytes(text_of(events, head))
+    job = read_job([tmp_path])
+    assert (job.ranks[0].computation_s, job.collectives) == (pytest.approx(9e-6), ())
+    assert any("calls of torch.distributed have no times" in text for text in job.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "kernels", "backend"),
+    [
+        ("cpu:gloo", False, "gloo"),
+        ("cpu:gloo,cuda:nccl", False, "gloo"),
+        ("cpu:gloo,cuda:nccl", True, "nccl"),
+        (None, True, "undefined"),
+    ],
+)
+def test_backend_that_torch_chose_is_named(
+    tmp_path: Path, config: str | None, kernels: bool, backend: str
+) -> None:
+    default = {"pg_name": "0", "pg_desc": "default_pg", "backend_config": config, "ranks": [0, 1]}
+    head = header(groups=[default])
+    head["distributedInfo"]["backend"] = "undefined"
+    (tmp_path / "t.json").write_bytes(
+        text_of([kernel(0, 9)] if kernels else [op("aten::mm", 0, 9), *gloo(9, 9)], head)
+    )
+    assert read_job([tmp_path]).backend == backend

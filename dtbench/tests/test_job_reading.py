@@ -1,7 +1,5 @@
 """Traces made by hand, of which one knows what they say."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import random
@@ -72,14 +70,15 @@ def test_intervals_are_united_before_they_are_added(tmp_path: Path) -> None:
     assert parts(rank) == [300, 130, 150, 120, 80, 50]
 
 
-def test_any_order_and_packing_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "packed"), [(1, False), (2, True)])
+def test_read_job_is_independent_of_event_order_and_compression(
+    tmp_path: Path, seed: int, packed: bool
+) -> None:
     events = [*BUSY, *steps(3), op("record_param_comms", 140, 5)]
     expected = read(tmp_path, events)
-    for seed, packed in ((1, False), (2, True)):
-        mixed = random.Random(seed).sample(events, len(events))
-        got = read(tmp_path, mixed, packed=packed)
-        assert got.ranks[0].each_step == expected.ranks[0].each_step
-        assert got.collectives == expected.collectives
+    got = read(tmp_path, random.Random(seed).sample(events, len(events)), packed=packed)
+    assert got.ranks[0].each_step == expected.ranks[0].each_step
+    assert got.collectives == expected.collectives
 
 
 @pytest.mark.parametrize("form", ["floats", "integers", "years", "texts"])
@@ -98,7 +97,7 @@ def test_times_are_exact_from_the_first_event_on(tmp_path: Path, form: str) -> N
     assert parts(read_job([tmp_path / "t.json"]).ranks[0])[:2] == [70, computed]
 
 
-def test_no_number_is_no_time(tmp_path: Path) -> None:
+def test_event_with_invalid_time_is_excluded(tmp_path: Path) -> None:
     text = text_of([*BUSY, kernel(99, 1)]).replace(b'"ts": 99', b'"ts": NaN')
     (tmp_path / "t.json").write_bytes(text)
     job = read_job([tmp_path / "t.json"])
@@ -107,11 +106,10 @@ def test_no_number_is_no_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-5, 2**31 / 1e3, 1e7, 1500])
-def test_impossible_durations_are_left_out_and_said(tmp_path: Path, wrong: float) -> None:
+def test_events_with_impossible_durations_are_excluded_with_a_note(tmp_path: Path, wrong: float) -> None:
     """Negative, 2^31 ns, longer than the trace, longer than the longest step."""
     marked = [*steps(3), launch(1, 1), launch(1001, 2), launch(2001, 3)]
-    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3))]
-    sound += [nccl(1300, 50)]
+    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3)), nccl(1300, 50)]
     expected = read(tmp_path, sound)
     got = read(tmp_path, [*sound, kernel(1200, wrong), nccl(1250, wrong)])
     assert parts(got.ranks[0]) == parts(expected.ranks[0])
@@ -119,7 +117,7 @@ def test_impossible_durations_are_left_out_and_said(tmp_path: Path, wrong: float
     assert any("excluded 2 events with an impossible duration" in text for text in got.notes)
 
 
-def test_what_begins_between_steps_may_last_longer_than_one(tmp_path: Path) -> None:
+def test_event_between_steps_may_last_longer_than_a_step(tmp_path: Path) -> None:
     """A barrier after an evaluation, say."""
     marked = [*steps(3), *(launch(n * 1000 + 1, n + 1) for n in range(3))]
     sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3))]
@@ -131,13 +129,19 @@ def test_what_begins_between_steps_may_last_longer_than_one(tmp_path: Path) -> N
 
 def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path) -> None:
     """As where one profile is exported twice. Kernels of one graph on two streams are two."""
-    gpu = [*BUSY, *steps(3), launch(5, 1), kernel(10, 5, correlation=1), kernel(10, 5, correlation=2)]
-    gpu += [op("c10d::allreduce_", 140, 30), op("record_param_comms", 141, 5, **PARAM_COMMS)]
+    gpu = [
+        *BUSY,
+        *steps(3),
+        launch(5, 1),
+        kernel(10, 5, correlation=1),
+        kernel(10, 5, correlation=2),
+        op("c10d::allreduce_", 140, 30),
+        op("record_param_comms", 141, 5, **PARAM_COMMS),
+    ]
     cpu = [op("aten::mm", 0, 9), *gloo(10, 50), *gloo(100, 50), *steps(3, name="train ")]
     for events in (gpu, cpu):
         once, twice = read(tmp_path, events), read(tmp_path, [*events, *events])
-        assert twice.collectives == once.collectives
-        assert twice.ranks == once.ranks
+        assert twice.collectives == once.collectives and twice.ranks == once.ranks
         assert not any("repeat" in note for note in once.notes)
         (note,) = [note for note in twice.notes if "repeat" in note]
         assert re.fullmatch(r"rank 0: excluded \d+ events that repeat another event", note)
@@ -145,16 +149,25 @@ def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path) -
 
 # ---- what a collective was ----
 
-PARAM_COMMS = {"Collective name": "_allgather_base", "In msg nelems": 500, "Out msg nelems": 1000}
-PARAM_COMMS |= {"dtype": "BFloat16", "Group size": 2, "Process Group Name": "1"}
+PARAM_COMMS = {
+    "Collective name": "_allgather_base",
+    "In msg nelems": 500,
+    "Out msg nelems": 1000,
+    "dtype": "BFloat16",
+    "Group size": 2,
+    "Process Group Name": "1",
+}
 
 
 @pytest.mark.parametrize("by", ["kernel", "launch", "mark"])
-def test_a_collective_is_told_by(tmp_path: Path, by: str) -> None:
+def test_collective_is_identified_by(tmp_path: Path, by: str) -> None:
     """The kernel's own words, the call that launched it (as RCCL's must be), or the annotation on its stream."""
     generic = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
-    host = [op("c10d::_allgather_base_", 0, 30), op("record_param_comms", 5, 10, **PARAM_COMMS)]
-    host += [op("aten::matmul", 40, 9)]
+    host = [
+        op("c10d::_allgather_base_", 0, 30),
+        op("record_param_comms", 5, 10, **PARAM_COMMS),
+        op("aten::matmul", 40, 9),
+    ]
     events = {
         "kernel": [kernel(100, 50, generic, **PARAM_COMMS)],
         "launch": [*host, launch(7, 3), kernel(100, 50, generic, correlation=3)],
@@ -179,7 +192,7 @@ def test_a_collective_is_told_by(tmp_path: Path, by: str) -> None:
         ("ncclDevKernel_Generic(x)", "unknown"),
     ],
 )
-def test_kernels_of_whom_no_more_is_known(tmp_path: Path, name: str, said: str) -> None:
+def test_nccl_kernel_without_arguments_is_identified_by_name(tmp_path: Path, name: str, said: str) -> None:
     job = read(tmp_path, [kernel(0, 10, name), kernel(20, 1)], groups=[])
     call = one(job)
     assert (call.collective, call.bytes, call.dtype, call.mesh_dim) == (said, None, None, "unknown group")
@@ -200,11 +213,11 @@ def test_kernels_of_whom_no_more_is_known(tmp_path: Path, name: str, said: str) 
         ("recv", "recv"),
     ],
 )
-def test_one_vocabulary(tmp_path: Path, name: str, known: str) -> None:
+def test_collective_names_of_torch_are_unified(tmp_path: Path, name: str, known: str) -> None:
     assert one(read(tmp_path, [nccl(0, 10, name), kernel(20, 1)])).collective == known
 
 
-def test_of_what_goes_in_and_out_the_larger_counts(tmp_path: Path) -> None:
+def test_bytes_of_a_collective_are_the_larger_of_input_and_output(tmp_path: Path) -> None:
     sizes = {"all_to_allv": (300, 700), "_allgather_base": (500, 1000), "_reduce_scatter_base": (1000, 500)}
     events = [
         nccl(100 * n, 10, name, **{"In msg nelems": a, "Out msg nelems": b})
@@ -224,17 +237,22 @@ def test_of_what_goes_in_and_out_the_larger_counts(tmp_path: Path) -> None:
         ("Quad", None, None),
     ],
 )
-def test_dtypes(tmp_path: Path, said: str, name: str | None, size: int | None) -> None:
+def test_dtype_names_of_torch_are_unified(
+    tmp_path: Path, said: str, name: str | None, size: int | None
+) -> None:
     call = one(read(tmp_path, [nccl(0, 10, dtype=said), kernel(20, 1)]))
     assert (call.dtype, call.bytes) == (name, size and 1000 * size)
 
 
-def test_gloo_by_the_shapes_of_its_calls(tmp_path: Path) -> None:
+def test_gloo_bytes_come_from_the_shapes_of_calls(tmp_path: Path) -> None:
     gathered = {"Input Dims": [[], [[250]]], "Input type": ["", "TensorList"]}
     events = [*gloo(0, 50), *gloo(100, 30, "allgather", **gathered), op("c10d::wait_tensor", 300, 5)]
     events[3]["args"] = {"Input Dims": [[250]], "Input type": ["c10::BFloat16"]}
-    events += [op("c10d::start_coalescing", 310, 5), op("c10d::end_coalescing", 320, 5)]
-    events += [op("aten::mm", 10, 20)]
+    events += [
+        op("c10d::start_coalescing", 310, 5),
+        op("c10d::end_coalescing", 320, 5),
+        op("aten::mm", 10, 20),
+    ]
     job = read(tmp_path, events)
     got = {call.collective: (call.dtype, call.bytes, call.mesh_dim) for call in job.collectives}
     assert got == {"all_reduce": ("float32", 4000, "dp"), "all_gather": ("bfloat16", 1000, "dp")}
@@ -263,7 +281,7 @@ def test_gloo_by_the_shapes_of_its_calls(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_groups(tmp_path: Path, args: Event, dim: str, size: int | None) -> None:
+def test_mesh_dim_of_process_group(tmp_path: Path, args: Event, dim: str, size: int | None) -> None:
     tp = {"pg_name": "3", "pg_desc": "mesh_tp", "pg_size": 2, "ranks": [0, 1]}
     dp = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 4, "ranks": [0, 1, 2, 3]}
     call = one(read(tmp_path, [nccl(0, 10, **args), kernel(20, 1)], world=4, groups=[dp, tp]))
@@ -293,7 +311,7 @@ def test_mesh_dim_over_all_ranks_has_the_name_that_was_recorded(
     assert one(read_job([path])).mesh_dim == dim
 
 
-def test_gloos_sends_have_the_group_that_was_recorded(tmp_path: Path) -> None:
+def test_gloo_sends_have_the_recorded_group(tmp_path: Path) -> None:
     groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
     events = [op("aten::mm", 500, 5)]
     for n, name in enumerate(["1", "2", "", "unheard of"]):
@@ -314,17 +332,15 @@ def test_gloos_sends_have_the_group_that_was_recorded(tmp_path: Path) -> None:
     )
 
 
-def test_gloos_groups_are_told_of_all_ranks_or_of_none(tmp_path: Path) -> None:
+def test_gloo_groups_are_identified_on_all_ranks_or_none(tmp_path: Path) -> None:
     groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
     for rank in range(2):
         # A group has two threads; on rank 1 one of them had nothing to do.
         tids = (50, 51, 60, 61) if rank == 0 else (50, 51, 60, 60)
         events = [e for n, tid in enumerate(tids) for e in gloo(n * 100, 20, tid=tid)]
         write(tmp_path, [*events, op("aten::mm", 500, 5)], rank, groups=groups)
-    whole = read_job([tmp_path / "rank0.json"])
-    assert {call.mesh_dim for call in whole.collectives} == {"1", "2"}
-    both = read_job([tmp_path])
-    assert {call.mesh_dim for call in both.collectives} == {"unknown group"}
+    assert {call.mesh_dim for call in read_job([tmp_path / "rank0.json"]).collectives} == {"1", "2"}
+    assert {call.mesh_dim for call in read_job([tmp_path]).collectives} == {"unknown group"}
 
 
 # ---- steps ----
@@ -339,14 +355,16 @@ def test_gloos_groups_are_told_of_all_ranks_or_of_none(tmp_path: Path) -> None:
         ([], "repetition", 3),
     ],
 )
-def test_steps(tmp_path: Path, marks: list[Event], by: str | None, count: int) -> None:
+def test_steps_are_found_from_marks_or_repetition(
+    tmp_path: Path, marks: list[Event], by: str | None, count: int
+) -> None:
     events = [e for n in range(4) for e in (nccl(n * 1000 + 100, 50), nccl(n * 1000 + 300, 90, "all_gather"))]
     (rank,) = read(tmp_path, [*marks, *events]).ranks
     assert (rank.steps_source, rank.steps) == (by or "Optimizer.step#AdamW.step", count)
     assert rank.step_s == pytest.approx(1e-3)
 
 
-def test_a_call_is_of_the_step_that_issued_it(tmp_path: Path) -> None:
+def test_call_counts_in_the_step_that_issued_it(tmp_path: Path) -> None:
     """Though the GPU runs behind, and before and after the steps calls are made, too."""
     issued = [-50.0, 900.0, 1900.0, 2900.0, 3500.0]
     events = [launch(at, n) for n, at in enumerate(issued)]
@@ -361,7 +379,7 @@ NESTED = [kernel(n * 10, 5, stacks=[{"a": 1}, {"b": 2}, {"a": "},{"}], text='},{
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_is_whole_of_a_file_that_was_cut_off(tmp_path: Path, packed: bool) -> None:
+def test_read_job_keeps_the_complete_events_of_a_cut_file(tmp_path: Path, packed: bool) -> None:
     path = write(tmp_path, NESTED, packed=packed)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     job = read_job([path])
@@ -370,7 +388,7 @@ def test_what_is_whole_of_a_file_that_was_cut_off(tmp_path: Path, packed: bool) 
 
 
 @pytest.mark.parametrize("damage", [b'"name": \x00', b'"name": gemm"', b'"name": [{', b'"name": "a\xff"'])
-def test_a_damaged_event_loses_itself_alone(tmp_path: Path, damage: bytes) -> None:
+def test_damaged_event_is_skipped(tmp_path: Path, damage: bytes) -> None:
     good, bad = text_of(NESTED), b'"name": "gemm"'
     at = good.index(bad, len(good) // 2)
     (tmp_path / "t.json").write_bytes(good[:at] + damage + good[at + len(bad) :])
@@ -381,7 +399,7 @@ def test_a_damaged_event_loses_itself_alone(tmp_path: Path, damage: bytes) -> No
 
 
 @pytest.mark.parametrize("form", ["array", "trailing comma", "one line", "header after"])
-def test_forms_of_the_file(tmp_path: Path, form: str) -> None:
+def test_read_job_accepts_variants_of_the_json(tmp_path: Path, form: str) -> None:
     text = text_of(NESTED, {} if form == "header after" else None)
     if form == "array":
         text = text[text.index(b"[", text.index(b"traceEvents")) : text.rindex(b"]") + 1]
@@ -412,15 +430,14 @@ def test_forms_of_the_file(tmp_path: Path, form: str) -> None:
         b"PK\x03\x04" * 99,
     ],
 )
-def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, text: bytes) -> None:
+def test_read_job_refuses_other_files_in_one_line(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "t.json").write_bytes(text)
     with pytest.raises(DtbenchError) as caught:
         read_job([tmp_path])
-    assert "\n" not in str(caught.value)
-    assert "expected" in str(caught.value)
+    assert "\n" not in str(caught.value) and "expected" in str(caught.value)
 
 
-def test_a_trace_of_another_tool(tmp_path: Path) -> None:
+def test_read_job_refuses_a_trace_of_another_tool(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(text_of([event("Layout", 1, 5, "blink"), event("v8", 9, 5, "op")], {}))
     with pytest.raises(DtbenchError, match="expected a profiler's trace"):
         read_job([tmp_path])
@@ -452,7 +469,9 @@ def ranks_of(
     ("seq", "apart_us", "host"),
     [(True, 0.0, ""), (True, 60e6, ""), (False, 60e6, "one"), (False, 0.0, "one"), (False, 60e6, "two")],
 )
-def test_who_waits_for_whom(tmp_path: Path, seq: bool, apart_us: float, host: str) -> None:
+def test_waits_name_the_last_rank_and_the_time_of_the_others(
+    tmp_path: Path, seq: bool, apart_us: float, host: str
+) -> None:
     job = ranks_of(tmp_path, 3, seq=seq, apart_us=apart_us, host_name="node" * (host == "one"))
     (waits,) = job.waits
     assert (waits.mesh_dim, waits.group_size, waits.calls) == ("dp", 3, 10)
@@ -469,7 +488,7 @@ def one_of(job: Job, rank: int) -> Collective:
     return next(call for call in job.collectives if call.rank == rank)
 
 
-def test_missing_ranks_leave_waits_untold(tmp_path: Path) -> None:
+def test_missing_ranks_give_no_waits(tmp_path: Path) -> None:
     ranks_of(tmp_path, 3)
     (tmp_path / "rank2.json").unlink()
     job = read_job([tmp_path])
@@ -478,7 +497,7 @@ def test_missing_ranks_leave_waits_untold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seq", [True, False])
-def test_traces_that_start_at_different_calls(tmp_path: Path, seq: bool) -> None:
+def test_traces_that_start_at_different_calls_match_by_sequence_number(tmp_path: Path, seq: bool) -> None:
     """Numbers join them; without, the n-th is not the n-th."""
     ranks_of(tmp_path, 2, seq=seq)
     events = [nccl(n * 1000 + 400, 200, **({"Seq": n} if seq else {})) for n in range(4, 10)]
@@ -486,7 +505,7 @@ def test_traces_that_start_at_different_calls(tmp_path: Path, seq: bool) -> None
     assert [waits.calls for waits in read_job([tmp_path]).waits] == ([6] if seq else [])
 
 
-def test_ranks_of_sub_groups(tmp_path: Path) -> None:
+def test_waits_of_subgroups_use_separate_clocks(tmp_path: Path) -> None:
     """Of 2 x 2 ranks each pair has calls of its own under the same numbers."""
     for rank, n in itertools.product(range(4), range(1)):
         pair = rank // 2 * 2
@@ -501,7 +520,7 @@ def test_ranks_of_sub_groups(tmp_path: Path) -> None:
     assert (waits.calls, waits.group_size, waits.last_counts) == (16, 2, {"3": 8})
 
 
-def test_two_traces_of_one_rank(tmp_path: Path) -> None:
+def test_read_job_refuses_two_traces_of_one_rank(tmp_path: Path) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_bytes(text_of(BUSY, header(1)))
     with pytest.raises(DtbenchError, match="both of rank 1"):
@@ -519,13 +538,13 @@ def test_two_traces_of_one_rank(tmp_path: Path) -> None:
         {"External id": [1], "correlation": {}, "Collective name": {"a": 1}, "Process Group Name": [[]]},
     ],
 )
-def test_arguments_of_any_size_and_type(tmp_path: Path, args: Event) -> None:
+def test_event_arguments_may_have_any_size_and_type(tmp_path: Path, args: Event) -> None:
     events = [*gloo(0, 50, **args), nccl(100, 5, **args), op("c10d::allreduce_", 99, 9, **args), kernel(1, 1)]
     job = read(tmp_path, events)
     assert convert(msgspec.to_builtins(job), Job) == job
 
 
-def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:
+def test_huge_rank_counts_are_read(tmp_path: Path) -> None:
     many = 10**18
     groups = [{"pg_name": "1", "pg_size": many}, {"pg_name": 7, "ranks": ["0", "1"]}]
     for rank in range(2):
@@ -536,7 +555,7 @@ def test_ranks_and_groups_beyond_counting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filler", [b" ", b"[", b"{", b'"', b"},{", b"\0"])
-def test_much_of_nothing_is_refused(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_traces_are_refused(tmp_path: Path, filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before it fills the memory: a GB of it is a MB of gzip."""
     monkeypatch.setattr(kineto, "PIECE", 2**16)
     monkeypatch.setattr(kineto, "MAX_EVENT_BYTES", 2**20)
@@ -546,8 +565,7 @@ def test_much_of_nothing_is_refused(tmp_path: Path, filler: bytes, monkeypatch: 
         read_job([tmp_path])
 
 
-def test_deep_events_are_damaged_ones(tmp_path: Path) -> None:
+def test_deeply_nested_event_is_skipped(tmp_path: Path) -> None:
     deep = b'"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "name": "gemm"'
     (tmp_path / "t.json").write_bytes(text_of(NESTED).replace(b'"name": "gemm"', deep, 1))
-    job = read_job([tmp_path])
-    assert job.ranks[0].computation_s == pytest.approx(199 * 5e-6)
+    assert read_job([tmp_path]).ranks[0].computation_s == pytest.approx(199 * 5e-6)

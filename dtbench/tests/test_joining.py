@@ -1,7 +1,5 @@
 """Ranks of other launchers: where they find their place, and how long they wait for one another."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -9,24 +7,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dtbench.engine.failure import Diagnosis, FailureDetector
 from dtbench.engine.rank import await_all_ranks
-from dtbench.engine.rank_env import RankEnv, find_rank_env, valid_rank_env
-from dtbench.engine.ranks import store_connector, why_unreachable
+from dtbench.engine.rank_env import RankEnv, find_rank_env, first_host, valid_rank_env
+from dtbench.engine.ranks import LiveWorld, StoreRanks, store_connector, why_unreachable
 from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.records.run import read_run
-from dtbench.tests.programs import FRESH, LIMIT_S, environment
+from dtbench.tests.programs import FRESH, LIMIT_S, environment, start_ranks
 
-SUITE = str(Path(__file__).with_name("faults_suite.py"))
-WORDS = ("run", SUITE, "--quick", "-o", "x.jsonl")
+WORDS = ("run", str(Path(__file__).with_name("faults_suite.py")), "--quick", "-o", "x.jsonl")
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "MASTER_ADDR": "n1",
+}
 MVAPICH = {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}
 HYDRA = {
     "PMI_RANK": "3",
@@ -42,8 +50,9 @@ SLURM = {
     "SLURM_PROCID": "3",
     "SLURM_NTASKS": "4",
     "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_NODELIST": "n[1-2]",
 }
-SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_JOB_NODELIST": "n[1-2]"}
 WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
@@ -69,7 +78,7 @@ WORLD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29
         (WORLD | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, (1, 2, 0, 1)),
     ],
 )
-def test_find_place_takes_the_variables_of_each_launcher(
+def test_find_rank_env_reads_the_variables_of_each_launcher(
     environ: dict[str, str], place: tuple[int, int, int, int | None]
 ) -> None:
     found = find_rank_env(environ)
@@ -77,7 +86,7 @@ def test_find_place_takes_the_variables_of_each_launcher(
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
 
 
-def test_ranks_of_one_host_need_no_address_and_jobs_have_ports_of_their_own() -> None:
+def test_find_rank_env_needs_no_address_on_one_host_and_gives_each_job_a_port() -> None:
     one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
     ports = set()
     for job in ("prterun-n1-1@1", "prterun-n1-2@1"):
@@ -102,10 +111,11 @@ def test_ranks_of_one_host_need_no_address_and_jobs_have_ports_of_their_own() ->
         {"NODE_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
         OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
         SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "PMIX_RANK": "0"},
-        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # a shell under srun
     ],
 )
-def test_find_place_starts_ranks_where_no_launcher_did(environ: dict[str, str]) -> None:
+def test_find_rank_env_is_none_without_a_launcher(environ: dict[str, str]) -> None:
     assert find_rank_env(environ) is None
 
 
@@ -139,14 +149,32 @@ def test_find_place_starts_ranks_where_no_launcher_did(environ: dict[str, str]) 
         (SLURM | {"WORLD_SIZE": "16"}, "WORLD_SIZE is set but RANK"),
         (OPEN_MPI | {"RANK": "0"}, "RANK is set but WORLD_SIZE"),
         (SLURM | {"SLURM_NTASKS": "1", "WORLD_SIZE": "16"}, "WORLD_SIZE is set but RANK"),
+        (SLURM | {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not"),
     ],
 )
-def test_find_place_refuses_partial_and_impossible_places(environ: dict[str, str], message: str) -> None:
+def test_find_rank_env_refuses_partial_and_contradictory_variables(
+    environ: dict[str, str], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         find_rank_env(environ)
 
 
-def test_known_place_is_none_where_the_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_rank_env_takes_all_variables_of_torchrun() -> None:
+    torchrun = WORLD | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert find_rank_env(torchrun | elastic) == RankEnv(3, 8, 1, 2, "n1", 29500, True, attempt=2)
+
+
+def test_find_rank_env_gives_each_slurm_step_a_port_unless_one_is_set() -> None:
+    step = {"SLURM_JOB_NODELIST": "gpu[07-08,11],login"}
+    chosen = {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"}
+    envs = [find_rank_env(SLURM | step | changes) for changes in ({}, {"SLURM_STEP_ID": "3"}, chosen)]
+    assert [env and env.address for env in envs] == ["gpu07", "gpu07", "10.0.0.1"]
+    first, second, third = (env.port for env in envs if env)
+    assert 20000 <= first < 32000 and first != second and third == 29501
+
+
+def test_valid_rank_env_is_none_if_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert valid_rank_env() is None
@@ -192,7 +220,7 @@ def foreign_server(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("behaviour", [silent, speaks_http, speaks_first, hangs_up])
-def test_meet_gives_up_a_server_that_is_no_store(
+def test_await_all_ranks_gives_up_on_a_server_that_is_no_store(
     behaviour: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     why = "the connection was dropped" if behaviour is hangs_up else "does not answer as a TCPStore"
@@ -208,7 +236,7 @@ def test_meet_gives_up_a_server_that_is_no_store(
     ("address", "why"),
     [("localhost", "connection refused"), ("no.invalid", ".+"), ("x" * 70 + ".invalid", ".+")],
 )
-def test_meet_gives_up_an_address_where_nobody_serves(address: str, why: str) -> None:
+def test_await_all_ranks_gives_up_on_an_address_without_server(address: str, why: str) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     place = RankEnv(1, 2, 1, 2, address, port, agent_store=True)
@@ -217,14 +245,14 @@ def test_meet_gives_up_an_address_where_nobody_serves(address: str, why: str) ->
         await_all_ranks(place, store_connector(place, 0), 0.5, 0.1)
 
 
-def test_meet_says_that_the_port_of_rank_0_is_taken() -> None:
+def test_await_all_ranks_reports_that_the_port_of_rank_0_is_taken() -> None:
     with foreign_server(silent) as port:
         place = RankEnv(0, 2, 0, 2, "localhost", port, agent_store=False)
         with pytest.raises(WorldBrokenError, match=rf"cannot serve .* at localhost:{port} .*already in use"):
             await_all_ranks(place, store_connector(place, 0), 20.0, 5.0)
 
 
-def test_meet_names_the_ranks_that_are_missing() -> None:
+def test_await_all_ranks_names_the_missing_ranks() -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     place = RankEnv(0, 3, 0, 3, "localhost", port, agent_store=False)
@@ -235,7 +263,7 @@ def test_meet_names_the_ranks_that_are_missing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
+def test_failure_detector_limit_names_the_unfinished_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[Diagnosis] = []
@@ -263,28 +291,6 @@ def test_a_limit_names_what_did_not_finish_on_any_rank_before_the_world_stands(
 # ---- whole programs ----
 
 
-def start_ranks(places: Sequence[Mapping[str, str]], *words: str) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of a process for each place."""
-    started = [
-        subprocess.Popen(
-            [*FRESH, *WORDS, *words],
-            env=environment() | dict(place),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in places
-    ]
-    outputs = [process.communicate(timeout=LIMIT_S) for process in started]
-    return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> None:
     job = {
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -292,7 +298,7 @@ def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> No
         "PMIX_NAMESPACE": f"job-{os.getpid()}",
     }
     places = [job | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")]
-    (code, out, err), other = start_ranks(places, "--launches", "2", "--filter", "all_reduce n=1")
+    (code, out, err), other = start_ranks(places, *WORDS, "--launches", "2", "--filter", "all_reduce n=1")
     assert (code, err, other) == (0, "", (0, "", "")), out
     run = read_run("x.jsonl")
     assert run.complete and {result.launch for result in run.results} == {0, 1}
@@ -300,7 +306,7 @@ def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> No
 
 
 def test_under_a_launcher_a_rank_with_part_of_its_place_measures_nothing(here: Path) -> None:
-    ((code, out, err),) = start_ranks([{"RANK": "1"}])
+    ((code, out, err),) = start_ranks([{"RANK": "1"}], *WORDS)
     assert (code, out) == (2, "") and not Path("x.jsonl").exists()
     assert err.count("\n") == 1 and "RANK is set but WORLD_SIZE" in err
 
@@ -331,3 +337,81 @@ def test_under_torchrun_a_restart_goes_on_with_resume(here: Path) -> None:
     assert len(run.results) == len({result.key for result in run.results}) > 7
     assert Path("x.jsonl").read_bytes().count(b'"kind":"resume"') == 1
     assert done.stdout.count("results to measure on 2 cpu ranks") == 2
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[001-004,009],login1", "gpu001"),
+        ("gpu[3,5]-ib", "gpu3-ib"),
+        ("rack[1-2]n[10-12]", "rack1n10"),
+        ("", ""),
+    ],
+)
+def test_first_host(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_agree_gives_all_ranks_the_same_decision_over_a_store(size: int) -> None:
+    from torch.distributed import HashStore
+
+    store = HashStore()
+
+    def live(rank: int) -> list[Any]:
+        ranks = StoreRanks(store, rank, size, lambda reason: None)
+        return [ranks.agree({"turn": turn, "rank": rank}, lambda votes: votes) for turn in range(4)]
+
+    with ThreadPoolExecutor(size) as pool:
+        heard = list(pool.map(live, range(size)))
+    expected = [[{"turn": turn, "rank": rank} for rank in range(size)] for turn in range(4)]
+    assert heard == [expected] * size
+    # Only the last decision is left: a long run does not fill the store.
+    assert store.num_keys() <= 1
+
+
+def test_agree_gives_up_after_a_reported_failure() -> None:
+    """The others may wait for it in a collective, or have ended; nobody watches a process group of a user's."""
+    from torch.distributed import HashStore
+
+    ranks = StoreRanks(HashStore(), 1, 2, None, timedelta(seconds=0.1))
+    ranks.report_failure("ValueError: no")
+    with pytest.raises(WorldBrokenError, match=r"ValueError: no; the other ranks did not answer in 0\.1 s"):
+        ranks.agree({}, lambda votes: votes)
+    with pytest.raises(WorldBrokenError, match="ValueError: no"):  # nor later
+        ranks.agree({}, lambda votes: votes)
+
+
+def test_store_connector_gives_up_on_a_dying_server_before_torch_connects() -> None:
+    """Its port still takes connections for a moment; torch would try for seconds and log what it meets."""
+    with socket.create_server(("localhost", 0)) as server:
+
+        def die() -> None:
+            taken, _ = server.accept()
+            time.sleep(0.02)
+            taken.close()
+
+        threading.Thread(target=die, daemon=True).start()
+        place = RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
+        with pytest.raises(RuntimeError, match=r"the store at localhost:\d+ is not served: .*dropped"):
+            store_connector(place, 0)(False)
+
+
+def test_live_world_of_gloo_ranks_on_one_gpu_has_no_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch may give a mesh of a CUDA machine groups of both: NCCL refuses two ranks on one GPU."""
+    for name, found in (("is_available", True), ("is_initialized", True), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = LiveWorld(0, 1, torch.device("cuda:0"), (("a", 1),))
+        meshes = world.mesh, world.mesh_of((1, 1))
+        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
+        assert len(groups) == 3
+        for group in [dist.group.WORLD, *groups]:
+            assert "cuda:gloo" in str(distributed_c10d._world.pg_backend_config[group])
+            assert "nccl" not in str(distributed_c10d._world.pg_backend_config[group])
+    finally:
+        dist.destroy_process_group()

@@ -1,7 +1,5 @@
 """What is said of a job's communication: beside its links, what that would be worth, and what changed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -101,10 +99,9 @@ def test_without_the_other_ranks_the_best_call_stands_for_it():
         ({"collective": "all_gather"}, "by the ring formula"),
     ],
 )
-def test_what_was_not_measured_so_is_said(changed, doubts):
+def test_link_comparison_states_how_the_reference_was_extrapolated(changed, doubts):
     row = beside(a_call(**changed))
-    assert row.share is not None
-    assert row.caveat == doubts
+    assert row.share is not None and row.caveat == doubts
 
 
 @pytest.mark.parametrize(
@@ -117,13 +114,12 @@ def test_what_was_not_measured_so_is_said(changed, doubts):
         ({"collective": "all_to_all", "mesh_dim": "tp"}, "no all_to_all over 4 ranks"),
     ],
 )
-def test_where_nothing_stands_beside_it_is_said_why(changed, why):
+def test_link_comparison_states_why_there_is_no_reference(changed, why):
     row = beside(a_call(**changed))
-    assert row.share is None and row.busbw is None
-    assert why in row.caveat
+    assert row.share is None and row.busbw is None and why in row.caveat
 
 
-def test_beside_a_public_system():
+def test_link_comparison_with_a_public_system():
     systems = find_systems(read_systems(), "8xa100-sxm4-40gb")
     calls = [a_call(group_size=8, bytes=size, transfer_s=0.0011638) for size in (64 * MIB, 100)]
     published, too_small = compare_links(a_job(*calls), systems)
@@ -138,7 +134,7 @@ def saved(job: Job, links: tuple[LinkComparison, ...] = ()) -> dict[str, float]:
     return {row.assumption: pytest.approx(row.saved_s) for row in estimate_savings(job, links)}
 
 
-def test_what_links_and_hiding_would_be_worth():
+def test_estimate_savings_of_calibrated_links_and_hidden_communication():
     job = a_job(a_call(count=10), a_call(collective="barrier", bytes=None))
     links = compare_links(job, the_topology())
     # One call a step, of 20 ms instead of 12.2; what nothing stands beside saves nothing.
@@ -195,7 +191,7 @@ def test_another_dtype_is_one_change():
     ]
 
 
-def test_one_call_more_in_one_step_of_one_rank_differs():
+def test_compare_recordings_reports_one_more_call_on_one_rank():
     two = (a_rank(0), a_rank(1))
     base = a_job(a_call(0), a_call(1), ranks=two)
     (row,) = compare_recordings([base], [a_job(a_call(0), a_call(1, count=101), ranks=two)]).call_changes
@@ -260,7 +256,7 @@ def test_recordings_that_cannot_be_compared_are_refused():
     assert compare_recordings([other], [other]).time_changes == ()  # without steps on either side
 
 
-def test_all_that_is_said_of_a_job_can_be_written_and_read():
+def test_job_analysis_round_trips_through_json():
     job = a_job(a_call())
     analysis = analyze(job, the_topology(), [a_job(a_call(dtype="bfloat16"))])
     assert analysis.exit_code == 1

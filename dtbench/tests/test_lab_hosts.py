@@ -1,7 +1,5 @@
 """Hosts made on one machine: what passes their links, their ranks' order, their ends, and what they leave behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

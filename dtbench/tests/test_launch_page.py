@@ -1,7 +1,5 @@
 """The files of how-to/launch.md: a shell, YAML and the schedulers' own readers find the same command in each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Provenance: complete, without secrets, and never a reason to fail."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -69,8 +67,7 @@ def test_header_round_trips_through_a_run_file(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", written) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
     read = read_run(tmp_path / "x.jsonl").header
-    assert read == written
-    assert read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
+    assert read == written and read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
     assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
     assert read.versions["backend"] == "gloo" and read.versions["torch"]
     assert read.machine.cpu.usable_cores == len(os.sched_getaffinity(0))
@@ -81,8 +78,7 @@ def test_local_rank_info_describes_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("RANK", "11")
     info = provenance.local_rank_info("cuda:3")
     assert (info["rank"], info["local_rank"], info["device"]) == (11, 3, "cuda:3")
-    assert info["pid"] == os.getpid()
-    assert info["host"]
+    assert info["pid"] == os.getpid() and info["host"]
     monkeypatch.setenv("LOCAL_RANK", "none")
     assert provenance.local_rank_info("cpu")["local_rank"] == 0
 
@@ -127,8 +123,7 @@ def test_environment_records_only_allowed_variables() -> None:
     ],
 )
 def test_arguments_are_masked(argv: list[str], shown: list[str]) -> None:
-    assert masking.mask_arguments(argv) == shown
-    assert masking.is_unmasked(shown) == (argv == shown)
+    assert masking.mask_arguments(argv) == shown and masking.is_unmasked(shown) == (argv == shown)
 
 
 # -------------------------------------------------------------------------------------- git
@@ -182,8 +177,7 @@ def test_describe_cpu_of_other_and_unknown_architectures(tmp_path: Path) -> None
 
 def test_describe_gpus_reads_nvml(fake_nvml: SimpleNamespace) -> None:
     facts = nvml.describe_gpus()
-    assert [gpu.index for gpu in facts] == [0, 1]
-    assert facts[1].name == "Fake of handle-1"
+    assert [gpu.index for gpu in facts] == [0, 1] and facts[1].name == "Fake of handle-1"
     assert facts[0].memory_bytes == 80 * 2**30
     assert (facts[0].sm_clock_MHz, facts[0].sm_clock_max_MHz) == (1500, 1980)
     assert facts[0].power_limit_W == 700
@@ -213,8 +207,7 @@ def test_gpu_location_has_bus_numa_node_and_nvlinks(fake_nvml: SimpleNamespace, 
 
 def test_gpu_state_has_reasons_for_throttling(fake_nvml: SimpleNamespace) -> None:
     state = nvml.gpu_state(0)
-    assert state is not None
-    assert state["throttled_by"] == []
+    assert state is not None and state["throttled_by"] == []
     assert (state["temperature_C"], state["power_W"]) == (61, 345.678)
     fake_nvml.reasons = 0x1 | 0x4 | 0x40 | 0x1000
     state = nvml.gpu_state(0)

@@ -1,7 +1,8 @@
-from __future__ import annotations
+"""Options of a run, the cases that they select, and the refinement of sweeps."""
 
 import json
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,17 @@ import pytest
 from dtbench.cli.run import options_of, run_command
 from dtbench.engine import options, selection
 from dtbench.engine.options import RunRequest
-from dtbench.engine.tasks import list_tasks, matcher, remaining
+from dtbench.engine.refine import MAX_ADDED_SIZES, middles, sizes_between
+from dtbench.engine.tasks import list_tasks, matcher, refinement_tasks, remaining
 from dtbench.errors import UsageError
-from dtbench.suite import Case, RunOptions
+from dtbench.records.result import Result
+from dtbench.records.run import read_run
+from dtbench.stats import summarize
+from dtbench.suite import Case, Param, RunOptions
 from dtbench.suite.mesh import default_mesh, format_mesh, parse_mesh
-from dtbench.suite.registry import Suite, WorldKind
+from dtbench.suite.registry import Refinement, Suite, WorldKind
 from dtbench.tests import made_up
+from dtbench.tests.test_runs import kinds, run
 
 PLAN = RunOptions(mesh=(("tp", 2),), sizes_bytes=(1024,))
 IMPLS = partial(options.parse_list, allowed=("core", "torch"), option="--impl")
@@ -41,7 +47,7 @@ IMPLS = partial(options.parse_list, allowed=("core", "torch"), option="--impl")
         (lambda ranks: format_mesh(default_mesh(int(ranks))), "7", "tp=7"),
     ],
 )
-def test_words_of_the_command_line(parse: Callable[[str], object], text: str, value: object) -> None:
+def test_option_types_parse_their_text(parse: Callable[[str], object], text: str, value: object) -> None:
     assert parse(text) == value
 
 
@@ -64,7 +70,7 @@ def test_words_of_the_command_line(parse: Callable[[str], object], text: str, va
         (parse_mesh, "dp=2,dp=2", "twice"),
     ],
 )
-def test_words_that_are_refused(parse: Callable[[str], object], text: str, says: str) -> None:
+def test_option_types_refuse_invalid_text(parse: Callable[[str], object], text: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         parse(text)
 
@@ -86,7 +92,7 @@ def test_words_that_are_refused(parse: Callable[[str], object], text: str, says:
         ({"budget_s": 60.0, "refine": True}, "--budget measures in one launch"),
     ],
 )
-def test_options_that_contradict(request_: dict[str, Any], says: str) -> None:
+def test_run_request_refuses_contradictory_options(request_: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         RunRequest(**request_)
 
@@ -111,14 +117,12 @@ CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, 
 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
     plan = RunOptions(mesh=PLAN.mesh, sizes_bytes=(1,), impls=("torch",))
-    only_core = Case("x", {}, {"core": build})
-    (task,) = list_tasks([a_suite("a", [CASE, only_core])], plan)
+    (task,) = list_tasks([a_suite("a", [CASE, Case("x", {}, {"core": build})])], plan)
     assert task.impls == ("torch", "c10d")
 
 
 def test_filter_looks_at_the_whole_label() -> None:
-    other = Case("gather", {"size": 8}, {"core": build})
-    suites = [a_suite("abc", [CASE, other])]
+    suites = [a_suite("abc", [CASE, Case("gather", {"size": 8}, {"core": build})])]
     assert [t.case.name for t in list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
     assert len(list_tasks(suites, PLAN, "abc")) == 2
     for text, names in (
@@ -172,25 +176,28 @@ def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
     assert remaining(tasks, done | {tasks[0].key("c10d", 0)}, 0) == []
 
 
-def test_resume_refuses_a_run_of_something_else() -> None:
-    header = json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1}))
-    path = Path("x.jsonl")
-    selection.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
-    for plan, suites, launches, says in [
+@pytest.mark.parametrize(
+    ("plan", "suites", "launches", "says"),
+    [
         (RunOptions((("dp", 2),), (1024,)), ["a"], 1, "its mesh is tp=2, the options ask for dp=2"),
         (RunOptions(PLAN.mesh, (1, 2)), ["a"], 1, "its sizes_bytes is 1024, the options ask for 1,2"),
         (PLAN, ["a", "b"], 1, "its suites is a, the options ask for a,b"),
         (PLAN, ["a"], 2, "its launches is 1, the options ask for 2"),
-    ]:
-        with pytest.raises(UsageError, match=says):
-            selection.refuse_other_run(made_up.read(header), plan, suites, launches, path)
+    ],
+)
+def test_resume_refuses_a_run_of_something_else(plan: Any, suites: Any, launches: int, says: str) -> None:
+    header = json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1}))
+    path = Path("x.jsonl")
+    selection.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
+    with pytest.raises(UsageError, match=says):
+        selection.refuse_other_run(made_up.read(header), plan, suites, launches, path)
 
 
 def suite_with(name: str, **declared: str) -> Suite:
     return Suite(name, lambda plan: iter(()), "ranks", "", options=declared)
 
 
-def test_words_are_suites_and_options() -> None:
+def test_split_words_separates_suites_and_options() -> None:
     words = ["a", "--mode", "even", "b.py", "--ops=x=y"]
     assert options.split_words(words) == (("a", "b.py"), {"mode": "even", "ops": "x=y"})
     assert options.split_words(["--last"]) == ((), {"last": ""})
@@ -207,7 +214,7 @@ def test_words_are_suites_and_options() -> None:
         (suite_with("a"), {"-x": "1"}, "No such option '-x'"),
     ],
 )
-def test_options_nobody_declared_are_refused(suite: Suite, values: dict[str, str], says: str) -> None:
+def test_undeclared_suite_options_are_refused(suite: Suite, values: dict[str, str], says: str) -> None:
     selection.refuse_foreign_options([suite_with("a", mode=""), suite_with("b")], {"mode": "x"})
     with pytest.raises(UsageError, match=says):
         selection.refuse_foreign_options([suite], values)
@@ -227,7 +234,199 @@ def test_sizes_are_taken_as_nccl_tests_takes_them(words: str, sizes: tuple[int, 
 
 
 @pytest.mark.parametrize("words", ["-b 8", "-e 8", "-b 8 -e 16 --size 1KiB"])
-def test_half_a_range_of_sizes_is_refused(words: str) -> None:
+def test_b_and_e_must_be_given_together(words: str) -> None:
     context = run_command.make_context("run", words.split())
     with pytest.raises(UsageError, match="-b and -e go together"):
         options_of(context.params.pop("words"), **context.params)
+
+
+BENDING_SUITE = str(Path(__file__).with_name("bending_suite.py"))
+KIB = 1024
+SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
+SWEEP = RunOptions((("dp", 2), ("tp", 2)), SIZES, refine=True)
+WHERE: dict[str, Param] = {"mesh_dim": "tp", "groups": "together", "mode": "isolated"}
+Curve = Callable[[int], float]
+
+
+def line(size: int) -> float:
+    return 1e-4 + size / 1e9
+
+
+def jump(size: int) -> float:
+    return 1e-4 if size < 100 * KIB else 1e-3
+
+
+def samples(seconds: float, spread: float = 1.0) -> tuple[float, ...]:
+    """Five around `seconds`, whose upper quartile is `spread` times the lower one."""
+    return tuple(seconds * spread**k for k in (-0.5, 0, 0.5, 1, 1.5))
+
+
+# ------------------------------------------------------------------------------------- one curve
+
+
+def test_both_sides_of_a_missed_point_are_halved() -> None:
+    sizes = middles({size: samples(jump(size)) for size in SIZES})
+    # Missed are 64 KiB and 256 KiB; each is a fifth of the way between its neighbours, 16 to 256 KiB and
+    # 64 to 1024 KiB, where a line gives 2.8 times the time before the jump.
+    assert sorted(sizes) == [32 * KIB, 128 * KIB, 512 * KIB]
+    before, after = math.log(2.8), math.log(10 / 2.8)
+    assert [sizes[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
+
+
+def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
+    def resolves(miss: float, spread: float) -> bool:
+        times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
+        return bool(middles({size: samples(t, spread) for size, t in times.items()}))
+
+    assert resolves(1.3, 1.2) and not resolves(1.2, 1.2)
+    assert not resolves(1.3, 1.3) and resolves(1.5, 1.3)
+
+
+# ------------------------------------------------------------------------------------- a suite's results
+
+
+def swept_result(name: str, size: int, seconds: float, impl: str = "c10d", **more: Any) -> Result:
+    params = WHERE | {"size": size} | more.pop("params", {})
+    taken = samples(seconds)
+    fields = {"status": "ok", "time_s": summarize(taken), "samples_s": taken, "size_bytes": size}
+    return Result("s", name, impl, params, **fields | more)
+
+
+def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
+    """What is added to the sweep of a curve, in the order of measuring."""
+    added: list[Result] = []
+    while True:
+        swept = [swept_result("x", size, curve(size)) for size in sizes]
+        wanted = [int(params["size"]) for _, params in sizes_between(SWEEP, swept, added)]
+        assert len(wanted) == len(set(wanted)) and not set(wanted) & {r.size_bytes for r in swept + added}
+        if not wanted:
+            return [int(r.params["size"]) for r in added]
+        added += [swept_result("x", size, curve(size)) for size in wanted]
+
+
+def test_bisection_closes_in_on_a_jump_and_stops() -> None:
+    added = refined(jump)
+    assert len(added) == MAX_ADDED_SIZES
+    assert added[0] == 128 * KIB and sorted(added[1:3]) == [32 * KIB, 512 * KIB]  # the jump is at 100 KiB
+    assert 64 * KIB < added[3] < 128 * KIB
+
+
+def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
+    for odd in ({"mode": "back_to_back"}, {"groups": "alone"}):
+        swept = [swept_result("x", size, jump(size), params=odd) for size in SIZES]
+        assert list(sizes_between(SWEEP, swept, [])) == []
+    curves = [{"mesh_dim": "dp"}, {"dtype": "float32"}, {"dtype": "bfloat16"}]
+    swept = [swept_result(n, s, jump(s), params=p) for n in "ab" for p in curves for s in SIZES]
+    wanted = list(sizes_between(SWEEP, swept, []))
+    assert len(wanted) == 2 * 3 * 3 and {name for name, _ in wanted} == {"a", "b"}
+    assert {params["mesh_dim"] for _, params in wanted} == {"tp", "dp"}
+    assert {params.get("dtype") for _, params in wanted} == {None, "float32", "bfloat16"}
+
+
+def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
+    straight = [swept_result("x", s, line(s), "torch") for s in SIZES]
+    bent = [swept_result("x", s, jump(s), "core") for s in SIZES]
+    assert len(list(sizes_between(SWEEP, straight + bent, []))) == 3
+    assert len(list(sizes_between(SWEEP, straight, []))) == 0
+    failed = [
+        swept_result("x", 32 * KIB, 1.0, i, status="failed", time_s=None, samples_s=())
+        for i in ("core", "torch")
+    ]
+    again = [params["size"] for _, params in sizes_between(SWEEP, straight + bent, failed)]
+    assert sorted(again) == [128 * KIB, 512 * KIB]  # not the failed one again
+
+
+def test_the_time_from_the_last_arrival_decides() -> None:
+    def late(size: int) -> Result:
+        """Ranks 0 and 2 wait long for the others, from 256 KiB on; the transfers are a line."""
+        wait = 1.0 if size >= 256 * KIB else 0.0
+        times = {rank: line(size) + (wait if rank in "02" else 0.0) for rank in "0123"}
+        return swept_result(
+            "x", size, max(times.values()), rank_samples_s={r: samples(t) for r, t in times.items()}
+        )
+
+    assert list(sizes_between(SWEEP, [late(size) for size in SIZES], [])) == []
+    without = [swept_result("x", size, late(size).samples_s[1]) for size in SIZES]
+    assert list(sizes_between(SWEEP, without, [])) != []
+
+
+# ------------------------------------------------------------------------------------- what is left to do
+
+
+def case_of(_plan: RunOptions, name: str, params: Mapping[str, Param]) -> Case:
+    return Case(name, {**params, "size": int(params["size"]) // 4 * 4}, {"core": build, "torch": build})
+
+
+def refined_suite(wanted: Any = sizes_between) -> Suite:
+    cases = [case_of(SWEEP, "x", WHERE | {"size": size}) for size in SIZES]
+    return Suite("s", lambda plan: iter(cases), "ranks", "", refinement=Refinement(wanted, case_of))
+
+
+def test_the_first_launch_decides_and_the_others_follow() -> None:
+    first = [swept_result("x", size, jump(size), "core") for size in SIZES]
+    tasks = refinement_tasks([refined_suite()], SWEEP, {}, first, launch=0)
+    assert sorted(t.case.params["size"] for t in tasks) == [32 * KIB, 128 * KIB, 512 * KIB]
+    assert {t.impls for t in tasks} == {("core", "torch")}
+    assert refinement_tasks([refined_suite()], SWEEP, {}, first, launch=1) == []  # nothing was added yet
+    added = [swept_result("x", 32 * KIB, 1e-4, "core"), swept_result("x", 32 * KIB, 1e-4, "torch")]
+    second = [swept_result("x", size, line(size), "core", launch=1) for size in SIZES]
+    for launch in (0, 1):  # in the first beside what it wants now, in case an impl is still to be measured
+        tasks = refinement_tasks([refined_suite()], SWEEP, {}, first + added + second, launch)
+        assert (32 * KIB in {t.case.params["size"] for t in tasks}) and (len(tasks) == 1) == (launch == 1)
+    (task,) = tasks
+    assert task.case.params["size"] == 32 * KIB
+    assert remaining([task], frozenset({r.key for r in added}), 1) == [task]
+
+
+# ------------------------------------------------------------------------------------- the options
+
+
+@pytest.mark.parametrize(
+    ("last", "sizes"),
+    [
+        (1024, [1024]),
+        (1025, [1024, 1025]),
+        (4096, [1024, 4096]),
+        (5000, [1024, 4096, 5000]),
+        (16 * 2**20, list(SIZES)),
+    ],
+)
+def test_max_size_ends_the_sweep(last: int, sizes: list[int]) -> None:
+    plan = RunRequest(max_size_bytes=last).resolve("cpu", 4)
+    assert list(plan.sizes_bytes) == sizes and plan.refine and not plan.sizes_chosen
+    assert not RunRequest(max_size_bytes=last, refine=False).resolve("cpu", 4).refine
+    assert RunRequest(sizes_bytes=(7,), refine=True).resolve("cpu", 4).refine
+    assert not RunRequest().resolve("cpu", 4).refine
+
+
+# ------------------------------------------------------------------------------------- real ranks
+
+
+def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: Path) -> None:
+    args = (BENDING_SUITE, "--nproc", "2", "--max-size", "64KiB", "--launches", "2", "--filter", "bends")
+    done = run(*args)
+    assert done.returncode == 5 and done.stderr == ""  # the broken size fails, and the run goes on
+    whole = read_run("x.jsonl")
+    assert whole.complete and kinds()[-1] == "end"
+    sizes: dict[tuple[str, int], list[int]] = {}
+    for r in whole.results:
+        sizes.setdefault((r.impl, r.launch), []).append(int(r.params["size"]))
+    swept, added = sizes["c10d", 0][:4], sizes["c10d", 0][4:]
+    assert swept == [KIB, 4 * KIB, 16 * KIB, 64 * KIB]
+    assert sorted(added[:3]) == [2 * KIB, 8 * KIB, 32 * KIB] and len(added) == MAX_ADDED_SIZES
+    assert 2 * KIB < added[3] < 32 * KIB and added[3] % 256 == 0
+    for key in (("core", 0), ("c10d", 1), ("core", 1)):
+        assert set(sizes[key]) == {*swept, *added}
+    failed = [(r.impl, r.params["size"], r.launch) for r in whole.results if r.status != "ok"]
+    assert failed == [("c10d", 8 * KIB, launch) for launch in (0, 1)]
+    assert "more results to measure" in done.stdout
+
+    # Cut within the refinement of the first launch: the sweep is whole, and one impl of an added size there.
+    lines = Path("x.jsonl").read_bytes().splitlines(keepends=True)
+    Path("x.jsonl").write_bytes(b"".join(lines[: 1 + 2 * 4 + 3]))
+    resumed = run(*args, "--resume")
+    assert resumed.returncode == 5 and resumed.stderr == ""
+    back = read_run("x.jsonl")
+    assert back.complete and back.results[:11] == whole.results[:11]
+    by_launch = [{r.case_key for r in back.results if r.launch == launch} for launch in (0, 1)]
+    assert by_launch[0] == by_launch[1] and len(by_launch[0]) == 2 * (4 + MAX_ADDED_SIZES)

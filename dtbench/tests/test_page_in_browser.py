@@ -1,7 +1,5 @@
 """The page in a real browser: it loads nothing but itself, complains of nothing and fits the window."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -90,7 +88,7 @@ class Visit:
         self.page.on("pageerror", lambda error: self.messages.append(str(error)))
         self.page.goto(path.as_uri() + at, wait_until="load")
 
-    def __enter__(self) -> Visit:
+    def __enter__(self) -> "Visit":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,7 +132,7 @@ BLANK = """() => [...document.querySelectorAll("figure .panels")].flatMap((grid)
 })"""
 
 
-def test_it_is_quiet_alone_and_fits_in_light_and_dark(browser: Any, path: Path) -> None:
+def test_page_fits_and_logs_nothing_in_light_and_dark(browser: Any, path: Path) -> None:
     colours = "[getComputedStyle(document.body).backgroundColor, "
     colours += "getComputedStyle(document.querySelector('svg.plot text')).fill]"
     seen = []
@@ -153,8 +151,7 @@ def test_it_is_quiet_alone_and_fits_in_light_and_dark(browser: Any, path: Path) 
 
 @pytest.mark.parametrize("name", ["example", "example-gate"])
 def test_the_committed_examples_are_short_and_legible(browser: Any, name: str) -> None:
-    reports = Path(__file__).parents[2] / "reports"
-    with Visit(browser, reports / f"{name}.html", width=1280) as visit:
+    with Visit(browser, (Path(__file__).parents[2] / "reports") / f"{name}.html", width=1280) as visit:
         assert visit.page.evaluate("document.documentElement.scrollHeight") <= 6000
         if name == "example-gate":
             assert visit.page.locator(".filter + .scroll").evaluate("e => e.scrollWidth <= e.clientWidth")
@@ -175,7 +172,7 @@ def test_the_tables_of_a_job_fit_a_window_of_1280_pixels(browser: Any, tmp_path:
             assert len(wide) == 3 and max(wide) <= 0, place
 
 
-def test_it_needs_no_script(browser: Any, path: Path) -> None:
+def test_page_works_without_script(browser: Any, path: Path) -> None:
     with Visit(browser, path, java_script_enabled=False) as visit:
         assert visit.page.locator("svg.plot").count() >= 15
         assert not visit.page.locator("details.table table").first.is_visible()

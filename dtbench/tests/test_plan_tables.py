@@ -1,7 +1,5 @@
 """`dtbench plan` on measured tables: the CSV format, fits, intervals, machine files, the command line."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -101,8 +99,7 @@ def test_invalid_tables_are_refused_in_one_line(
     path.write_text(text)
     code, _, err = dtbench("plan", "--validate", str(path))
     assert code == 2
-    assert message in err
-    assert len(err.splitlines()) == 1
+    assert message in err and len(err.splitlines()) == 1
 
 
 PLAYBOOK = """model,nodes,mbs,grad_acc,gbs,dp,pp,tp,zero,mfu_pct,tok_per_s_per_gpu,tok_per_s,gpu_mem_gb
@@ -120,8 +117,7 @@ def test_missing_properties_are_assumed_and_unsupported_rows_left_out(tmp_path: 
     small, large = measured.steps
     assert (small.line, large.line) == (2, 3)
     assert small.job == TrainingJob(built_in_models()["nanotron-1b"], 8, 256, 4096, Software(zero=1))
-    assert small.time_s == pytest.approx(256 * 4096 / 312045)
-    assert small.memory == 24.2e9
+    assert small.time_s == pytest.approx(256 * 4096 / 312045) and small.memory == 24.2e9
     assert large.layout == TrainingLayout(2, 4, 2, 1, 1)
     assert large.job.software == Software(zero=0)
     assert {reason.partition(":")[0]: lines for reason, lines in measured.left_out.items()} == {
@@ -211,8 +207,7 @@ def test_published_steps_are_predicted_as_accurately_as_documented(
     content = json.loads(out)
     rows = content["rows"]
     error = sum(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows) / len(rows)
-    assert content["mean_error"] == pytest.approx(error)
-    assert error < most
+    assert content["mean_error"] == pytest.approx(error) and error < most
     assert sum(row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows) / len(rows) >= coverage
 
 
@@ -220,10 +215,9 @@ def test_published_steps_are_predicted_as_accurately_as_documented(
 
 
 def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> None:
-    error = ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)})
     machine = structs.replace(
         MACHINE,
-        error=error,
+        error=ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)}),
         fitted_range={"GPUs": (1, 64), "parameters": (1e8, 1e11), "tokens a sequence": (1024, 1024)},
     )
     assert prediction_intervals.interval(job(8), layout(dp=8), machine) == (0.9, 1.1)
@@ -315,7 +309,7 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
         ),
         ([*SEARCH, "--model", "no-such"], "--model no-such: unknown model"),
         ([*SEARCH, "--gpus", "7"], "no layout divides a batch of 8 sequences over 7"),
-        ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs"),
+        ([*SEARCH, "--model", "llama-405b"], "does not fit on 8 GPUs with"),
         ([*SEARCH, "--memory", "3"], "got --memory 3, expected more than"),
         ([*SEARCH, "--machine", "abacus"], "--machine abacus: unknown machine"),
         ([*SEARCH, "-o", "b.json"], "-o requires --fit"),
@@ -332,8 +326,7 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
 def test_invalid_input_is_reported_in_one_line(options: list[str], message: str, dtbench: Cli) -> None:
     code, _, err = dtbench("plan", *options)
     assert code == 2
-    assert message in err
-    assert len(err.splitlines()) == 1
+    assert message in err and len(err.splitlines()) == 1
 
 
 def test_topology_determines_the_links(tmp_path: Path, dtbench: Cli) -> None:
@@ -347,5 +340,4 @@ def test_topology_determines_the_links(tmp_path: Path, dtbench: Cli) -> None:
         )
         assert code == 0, err
         times.append(json.loads(out)["best"][0]["step_s"])
-    assert times[1] > times[0] * 1.1
-    assert math.isfinite(times[1])
+    assert times[1] > times[0] * 1.1 and math.isfinite(times[1])

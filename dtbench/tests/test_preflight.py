@@ -1,7 +1,5 @@
 """Preflights: rounds, what is named on made-up worlds, what is written, and real ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -64,8 +62,7 @@ def test_kinds_of_links_are_not_mixed() -> None:
             assert (hosts[a] == hosts[b]) == (kind == INSIDE)
     assert {pair for one in rounds_by_kind[INSIDE] for pair in one} == {(0, 1), (2, 3), (2, 4), (3, 4)}
     assert {pair for one in rounds_by_kind[BETWEEN] for pair in one} == {(0, 2), (1, 3), (0, 5), (2, 5)}
-    assert set(rounds_of(("a", "b"))) == {BETWEEN}
-    assert set(rounds_of(("a", "a"))) == {INSIDE}
+    assert set(rounds_of(("a", "b"))) == {BETWEEN} and set(rounds_of(("a", "a"))) == {INSIDE}
 
 
 # ------------------------------------------------------------------------------------- made-up worlds
@@ -129,14 +126,14 @@ def slow_rank(rank: int, share: float) -> Callable[[int, int], float]:
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 4, 8, 40])
-def test_a_healthy_world_names_nothing(hosts: int) -> None:
+def test_examine_healthy_world_has_no_findings(hosts: int) -> None:
     for seed in range(10):
         assert FakeRanks(hosts_of(hosts), seed=seed).examine().findings == []
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 8, 40])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.1])
-def test_a_slow_host_is_named_and_nothing_else(hosts: int, share: float) -> None:
+def test_examine_names_only_the_slow_host(hosts: int, share: float) -> None:
     for seed in range(5):
         examination = FakeRanks(hosts_of(hosts), slow_rank(2, share), seed=seed).examine()
         assert [(one.ranks, one.kind) for one in examination.findings] == [((2,), BETWEEN)], seed
@@ -160,7 +157,7 @@ PAIRED = hosts_of(4, 2)
         (hosts_of(8), lambda a, b: {a, b} & {1, 6}, {"host node-1": (1,), "host node-6": (6,)}),
     ],
 )
-def test_what_is_slow_is_named_as_a_link_a_host_or_a_rank(
+def test_examine_names_a_slow_link_host_or_rank(
     hosts: list[str], slow: Callable[[int, int], object], named: dict[str, tuple[int, ...]]
 ) -> None:
     examination = FakeRanks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
@@ -177,7 +174,7 @@ def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
     assert all(len(turn) <= 2 for one in ranks.commands if one["do"] == "work" for turn in one["turns"])
 
 
-def test_what_looks_slow_once_is_measured_again_before_it_is_named() -> None:
+def test_examine_repeats_a_slow_measurement_before_naming_it() -> None:
     """A hiccup in the screen: the exchanges of one rank are slow in the first rounds only."""
     ranks = FakeRanks(hosts_of(8))
 
@@ -246,9 +243,8 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     for kind, of in examination.pairs.items():
         usual = median(map(of.seconds, of.exchanges))
         for a, b in of.exchanges:
-            below = usual / of.seconds((a, b)) < 0.9
             assert (
-                not below
+                not (usual / of.seconds((a, b)) < 0.9)
                 or cut
                 or len(of.exchanges) < 2
                 or again & {(kind, (a, b)), (kind, (a,)), (kind, (b,))}
@@ -290,7 +286,7 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 # --------------------------------------------------------------------------------------- what is written
 
 
-def test_the_verdict_stands_in_one_line() -> None:
+def test_preflight_sentence_names_slow_ranks() -> None:
     def text_of_share(share: float) -> str:
         ranks = FakeRanks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
         return summary_line(file_of(ranks.examine(), 3.21, "cpu"))
@@ -311,7 +307,7 @@ def test_the_verdict_stands_in_one_line() -> None:
         (hosts_of(1, 8), 1.0, ""),
     ],
 )
-def test_what_has_no_peers_is_not_called_healthy(hosts: list[str], link: float, unjudged: str) -> None:
+def test_verdict_without_peers_is_not_healthy(hosts: list[str], link: float, unjudged: str) -> None:
     examination = FakeRanks(hosts, lambda _a, _b: link, noise=0.001).examine()
     line = summary_line(file_of(examination, 3.0, "cpu"))
     assert line.startswith(f"preflight: {'no verdict' if unjudged else 'healthy'} (")
@@ -319,17 +315,15 @@ def test_what_has_no_peers_is_not_called_healthy(hosts: list[str], link: float, 
     assert bool(examination.unjudged) == bool(unjudged)
 
 
-def test_two_ranks_are_judged_by_what_is_expected() -> None:
+@pytest.mark.parametrize(("times_as_long", "word"), [(1.0, "as expected"), (2.0, "slow")])
+def test_two_ranks_are_judged_by_what_is_expected(times_as_long: float, word: str) -> None:
     topology = a_topology(ring_dim("dp", 2, 100.0, 1.0, "all_reduce"))
     expected_s = estimate_collective(topology.dims[0], "all_reduce", 2, 2**26).high_us * 1e-6
-    for times_as_long, word in ((1.0, "as expected"), (2.0, "slow")):
-        examination = FakeRanks(hosts_of(2)).examine()
-        dim = DimTimes(dim="dp", groups=((0, 1),), size_bytes=2**26, times_s=(expected_s * times_as_long,))
-        examination.dims = {"dp": dim}
-        compare_with(topology, examination)
-        assert summary_line(file_of(examination, 3.0, "cpu")).startswith(
-            f"preflight: {word} (2 ranks on 2 hosts"
-        )
+    examination = FakeRanks(hosts_of(2)).examine()
+    dim = DimTimes(dim="dp", groups=((0, 1),), size_bytes=2**26, times_s=(expected_s * times_as_long,))
+    examination.dims = {"dp": dim}
+    compare_with(topology, examination)
+    assert summary_line(file_of(examination, 3.0, "cpu")).startswith(f"preflight: {word} (2 ranks on 2 hosts")
 
 
 def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
@@ -356,8 +350,7 @@ def test_real_ranks_are_examined_and_nothing_is_left(tmp_path: Path) -> None:
     done = programs.start("preflight", "--nproc", "4", "--json", "--timeout", "200", cwd=tmp_path)
     content = json.loads(done.stdout)
     assert done.returncode == (1 if content["findings"] else 3 if content["unjudged"] else 0), done.stderr
-    assert len(content["links"]) == 6
-    assert all(link["rate"] > 0 for link in content["links"])
+    assert len(content["links"]) == 6 and all(link["rate"] > 0 for link in content["links"])
     assert {dim["dim"] for dim in content["dims"]} == {"dp", "tp", "dp+tp"}
     assert all(len(times) == 4 for times in content["work_s"].values())
     assert not list(tmp_path.iterdir())

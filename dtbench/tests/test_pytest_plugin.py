@@ -1,7 +1,5 @@
 """`pytest FILE`: its suites are tests, with names for -k and files for other tools; a fixture times functions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -83,7 +81,7 @@ def run_pytest(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> str:
     ).stdout
 
 
-def test_the_cases_of_a_suite_are_tests(folder: Path) -> None:
+def test_plugin_collects_the_cases_of_a_suite_as_tests(folder: Path) -> None:
     out = run_pytest(folder, "my_suite.py", "--dtbench-quick", "--benchmark-json=x.json", "-v")
     # What does not follow from the number of ranks runs on one; the sums say what they need.
     assert "4 passed, 2 skipped" in out, out
@@ -114,7 +112,7 @@ QUICK = ("--dtbench-quick", "--dtbench-rounds", "1", "-k")
         (("my_suite.py", "--dtbench-size", "much"), "expected"),
     ],
 )
-def test_which_suites_are_measured(folder: Path, words: tuple[str, ...], outcome: str) -> None:
+def test_plugin_measures_only_chosen_files(folder: Path, words: tuple[str, ...], outcome: str) -> None:
     out = run_pytest(folder, *words)
     assert outcome in out, out
 
@@ -133,13 +131,13 @@ def test_suite_file_imports_the_module_beside_it(tmp_path: Path, mode: str) -> N
     assert "1 passed" in out, out
 
 
-def test_a_fixture_times_functions_of_ones_own_tests(folder: Path) -> None:
+def test_fixture_times_functions_of_user_tests(folder: Path) -> None:
     out = run_pytest(folder, "test_own.py")
     assert "1 failed, 1 passed" in out and "failed: ZeroDivisionError: division by zero" in out
     assert re.search(r"^test_own\.py::test_a_step: mm  [\d.]+ (ns|µs|ms)  \+\d+%", out, re.MULTILINE), out
 
 
-def test_a_session_that_measures_nothing_runs_where_a_place_is_only_partly_set(
+def test_session_without_suites_ignores_partial_launcher_variables(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -149,9 +147,7 @@ def test_a_session_that_measures_nothing_runs_where_a_place_is_only_partly_set(
     assert "RANK is set but WORLD_SIZE and" in run_pytest(folder, "my_suite.py", "--dtbench-quick")
 
 
-def test_a_session_ends_in_one_line_where_the_ranks_do_not_meet(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_ends_in_one_line_if_ranks_cannot_join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("localhost", 0)) as server:
         place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DTBENCH_JOIN_TIMEOUT": "2"}
         for name, value in (place | {"MASTER_PORT": str(server.getsockname()[1])}).items():
@@ -161,7 +157,7 @@ def test_a_session_ends_in_one_line_where_the_ranks_do_not_meet(
     assert "rank 0 cannot serve the TCPStore of rank 0 at localhost:" in line and "Traceback" not in out, out
 
 
-def test_an_id_holds_what_k_can_name() -> None:
+def test_id_of_can_be_selected_by_k() -> None:
     assert id_of("P->S(0)", {"mesh": "2x4", "mesh_dim": "dp+tp", "x": "a b"}, "core") == (
         "P-S0-mesh:2x4-mesh_dim:dp+tp-x:a-b-core"
     )

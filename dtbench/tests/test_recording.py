@@ -1,7 +1,5 @@
 """The recording of a user's job: what it leaves as it is, what it records, and what it says of a bad end."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -107,8 +105,7 @@ def test_an_end_by_a_signal_is_told_as_a_shell_does(job: Callable[..., Recording
 
 
 def test_a_signal_to_us_alone_reaches_the_job_once(job: Callable[..., Recording]) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
     program = """
         import sys, time
         seen = 0
@@ -143,7 +140,7 @@ def test_in_a_rank_the_window_comes_after_the_warm_up(job: Callable[..., Recordi
     assert about["device"] == "cpu" and list(about["gloo_threads"].values()) == ["0", "0"]
 
 
-def test_a_rank_that_ends_within_the_window_says_how_many_steps_are_whole(
+def test_in_a_rank_early_end_reports_how_many_steps_are_complete(
     job: Callable[..., Recording], tmp_path: Path
 ) -> None:
     recording = job(TRAINING.replace("STEP", "pass"), str(tmp_path / "store"), "12", steps=100)

@@ -1,7 +1,5 @@
 """`dtbench compare --reference`: runs beside the table of public systems."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -149,7 +147,7 @@ SOURCES = [system("a", 400), system("b", 410), system("c", 390)]
         (lambda _: 600, "above public measurements: 1.50 of 8x H100", 0),
     ],
 )
-def test_one_line_says_whether_large_sizes_have_the_bandwidth(
+def test_verdict_line_compares_the_bandwidth_of_large_sizes(
     busbw: Callable[[int], float], line: str, code: int
 ) -> None:
     comparison = compared(measured(busbw), SOURCES)
@@ -174,7 +172,7 @@ def test_sources_that_disagree_leave_what_lies_between_open(busbw: float, verdic
     assert "of 16x H100 on 2 hosts at 64 MiB and above, two sources" in str(comparison.verdicts[0])
 
 
-def test_one_network_or_card_says_little_of_another_and_one_host_enough() -> None:
+def test_single_source_decides_within_a_host_but_not_across_networks() -> None:
     across = measured(lambda _: 40, ranks=16, hosts=2)
     network = system("a", 50, hosts=2, ranks=16, link="NVLink and EFA")
     comparison = compared(across, [network])

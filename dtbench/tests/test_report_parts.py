@@ -1,7 +1,5 @@
 """The figures of each part of the page, the files that it is made of, and the command."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -92,13 +90,12 @@ def shown(findings_text: str) -> Page:
     return Page(findings_text)
 
 
-def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
+def test_page_shows_the_gates_verdicts(shown: Page) -> None:
     verdict = shown.section_text["verdict"]
-    meant = "control (operations that are the same in both arms)"
     for words in (
         "▲ Slower",
         "a note of the gate",
-        meant,
+        "control (operations that are the same in both arms)",
         "base/base (base against a second launch of itself)",
     ):
         assert words in verdict
@@ -111,7 +108,7 @@ def test_the_gates_verdicts_are_the_pages(shown: Page) -> None:
     assert not {"nan", "NaN", "inf", "None", "Infinity"} & set(re.findall(r"[A-Za-z]+", shown.text))
 
 
-def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
+def test_page_of_undecided_gate_shows_why(tmp_path: Path) -> None:
     def page_of(**of: Any) -> Sources:
         return gather([made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate(**of))])
 
@@ -128,8 +125,7 @@ def test_a_gate_that_decides_nothing_says_why(tmp_path: Path) -> None:
         gate = page_of(benchmarks=[few], exit_code=3).gate
         assert cells(section("changes", gate=gate), "? inconclusive")[6:8] == ["1.03×", interval]
     assert gate and gate.notes[-1] == "wrapped: a minimal tensor subclass in Python"
-    nothing = page_of(benchmarks=[], exit_code=4)
-    assert "Incomplete" in Page(render(nothing)).section_text["verdict"]
+    assert "Incomplete" in Page(render(page_of(benchmarks=[], exit_code=4))).section_text["verdict"]
 
 
 # ------------------------------------------------------------------------------------ suites
@@ -195,8 +191,7 @@ def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
     ]
     (panel,) = section("dispatch", results).figures[0].panels
     drawn = [words.split()[0] for words in panel.desc.split("; ")]
-    slowest = [f"slow_{i}" for i in range(29, 14, -1)]
-    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_DOT_ROWS]
+    assert drawn == ["add", "relu", "mm", *[f"slow_{i}" for i in range(29, 14, -1)]][: figures.MAX_DOT_ROWS]
 
 
 def test_the_page_says_what_a_single_op_adds_in_the_words_of_the_run() -> None:
@@ -210,7 +205,7 @@ def test_the_page_says_what_a_single_op_adds_in_the_words_of_the_run() -> None:
     assert "vs torch" not in bare.figures[0].caption and "▲" not in bare.tables[0].note
 
 
-def test_captions_say_what_is_there() -> None:
+def test_captions_describe_the_present_results() -> None:
     quiet = section("collectives", [collective({}, {})])
     assert "“Together”" in quiet.lead and "“Alone”" not in quiet.lead
     assert "“alone”" not in quiet.figures[0].caption and "last column" not in quiet.tables[-1].note
@@ -226,16 +221,15 @@ def test_captions_say_what_is_there() -> None:
 
 def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:
     usual = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
-    times = [4e-3] * 8
     return made_up.result(
-        *("collectives", "all_reduce", "c10d", usual | params, times),
+        *("collectives", "all_reduce", "c10d", usual | params, [4e-3] * 8),
         rank_samples=own,
         size_bytes=10**6,
         factor=1.0,
     )
 
 
-def test_who_is_late_and_which_group_is_slow() -> None:
+def test_ranks_part_finds_late_ranks_and_slow_groups() -> None:
     # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; they need 1 and 2 ms.
     readings = {"0": 4e-3, "2": 1e-3, "1": 2e-3, "3": 2e-3}
     result = collective({}, {rank: [time] * 8 for rank, time in readings.items()})
@@ -310,7 +304,7 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
     assert words == ["−50 %", "0 %", "+100 %", "−99 %", "−99.90 %"]
 
 
-def test_a_lower_bound_is_shown_as_one() -> None:
+def test_bandwidth_lower_bound_is_marked() -> None:
     flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
     run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
     shown = section("redistribute", run.results, topology=calibration.calibrate([run]))
@@ -331,7 +325,7 @@ def test_stages_add_up_in_the_table(shown: Page) -> None:
     assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
 
 
-def test_an_unknown_suite_has_its_times_over_launches_and_sizes_with_units() -> None:
+def test_other_suites_show_times_over_launches() -> None:
     results = [
         made_up.result(
             "mine", "mean", "one", {"size": size, "bucket_bytes": size}, [t * time_s] * 5, launch=i
@@ -447,8 +441,7 @@ def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
 
 
 def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path, findings_text: str) -> None:
-    files = [str(p) for p in finding_files(tmp_path)]
-    code, out, err = dtbench("report", *files, "-o", "page.html")
+    code, out, err = dtbench("report", *[str(p) for p in finding_files(tmp_path)], "-o", "page.html")
     assert (code, err) == (0, "") and "the report is in page.html" in out
     assert (tmp_path / "page.html").read_text("utf-8") == findings_text  # the same files, the same bytes
     for words, message in (
@@ -458,3 +451,13 @@ def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path
     ):
         code, _, err = dtbench("report", *words.split(), "-o", "page.html")
         assert code == 2 and message in err
+
+
+def test_base_of_a_report_is_read_without_samples(tmp_path: Path) -> None:
+    new, base = (
+        made_up.write(tmp_path / f"{name}.jsonl", made_up.run(list(made_up.tensor_parallel())))
+        for name in ("new", "base")
+    )
+    sources = gather([new], [base])
+    assert all(result.samples_s for run in sources.runs for result in run.results)
+    assert not any(result.samples_s for run in sources.baseline for result in run.results)

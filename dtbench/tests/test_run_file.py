@@ -1,11 +1,10 @@
 """The run file: what is written can be read, a cut file too, and a foreign one gives one clear line."""
 
-from __future__ import annotations
-
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -13,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.fields import MAX_NUMBER
+from dtbench.fields import MAX_NUMBER, Amount, Count, Name, Whole
 from dtbench.records import run as run_file
-from dtbench.records.read import convert
+from dtbench.records.read import BadFieldError, convert, decode, read_json
 from dtbench.records.result import STATUSES, Header, Result
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.timing import Timing
@@ -113,7 +112,7 @@ def results(draw: st.DrawFn) -> Result:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(results(), max_size=5, unique_by=lambda r: r.key))
-def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> None:
+def test_run_file_round_trips_any_result(tmp_path: Path, made: list[Result]) -> None:
     path = tmp_path / "x.jsonl"
     path.unlink(missing_ok=True)
     with RunWriter.create(path, HEADER) as writer:
@@ -121,9 +120,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, made: list[Result]) -> Non
         assert writer.results == {r.key: r for r in made}
         writer.end()
     run = read_run(path)
-    assert run.header == convert(HEADER, Header)
-    assert list(run.results) == made
-    assert run.complete
+    assert run.header == convert(HEADER, Header) and list(run.results) == made and run.complete
     for line in path.read_bytes().splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
@@ -159,8 +156,7 @@ def test_a_file_cut_anywhere_can_be_read_and_resumed(tmp_path: Path) -> None:
             assert not read_run(cut).complete
             writer.end()
         again = read_run(cut)
-        assert list(again.results) == three
-        assert again.complete
+        assert list(again.results) == three and again.complete
         assert [json.loads(s)["kind"] for s in cut.read_text().splitlines()].count("resume") == 1
 
 
@@ -175,10 +171,8 @@ def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path,
         recorded = writer.append(bad)
     assert recorded.status == "failed"
     assert recorded.reason.startswith("the result cannot be recorded: ")
-    assert recorded.key == bad.key
-    assert read_run(path).results == (recorded,)
-    assert b"NaN" not in path.read_bytes()
-    assert b"Infinity" not in path.read_bytes()
+    assert recorded.key == bad.key and read_run(path).results == (recorded,)
+    assert b"NaN" not in path.read_bytes() and b"Infinity" not in path.read_bytes()
 
 
 @pytest.mark.parametrize("value", [(2, 2), None, math.nan, [1], 2**70, b"x", "\ud800"])
@@ -192,14 +186,13 @@ def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> Non
     assert len(read_run(tmp_path / "x.jsonl").results) == 1
 
 
-def test_text_that_is_no_text_is_spelled_out(tmp_path: Path) -> None:
+def test_undecodable_text_is_escaped(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     name = b"caf\xe9.py".decode("utf-8", "surrogateescape")  # as Python hands over a Latin-1 argument
     with RunWriter.create(path, HEADER | {"argv": [name], "options": {"x": math.inf}}) as writer:
         writer.append(Result("s", "n", "core", {}, "failed", reason=name))
     run = read_run(path)
-    assert run.header.argv == ("caf\\udce9.py",)
-    assert run.header.options == {"x": None}
+    assert run.header.argv == ("caf\\udce9.py",) and run.header.options == {"x": None}
     assert run.results[0].reason == "caf\\udce9.py"
 
 
@@ -233,8 +226,7 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
                 writer.append(good())
         writer.end()
     run = read_run(path)
-    assert run.complete
-    assert run.results == ()
+    assert run.complete and run.results == ()
 
 
 # ---------------------------------------------------------------------------- foreign files
@@ -253,13 +245,12 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
         (b'{"kind":"run","schema":1}\n', "line 1 is damaged: Object missing required field run_id"),
     ],
 )
-def test_a_file_that_is_no_run(tmp_path: Path, content: bytes, message: str) -> None:
+def test_read_run_refuses_other_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     with pytest.raises(UnreadableRunError, match=message) as caught:
         read_run(path)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 TIMING = {"min": 1.0, "p25": 1.0, "median": 1.0, "p75": 1.0, "p95": 1.0, "max": 1.0, "mean": 1.0, "n": 1}
@@ -335,7 +326,7 @@ def test_a_damaged_line_before_the_end(tmp_path: Path, line: str, message: str) 
         read_run(path)
 
 
-def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
+def test_read_run_ignores_fields_of_later_versions(tmp_path: Path) -> None:
     path = written(
         tmp_path / "x",
         '{"kind":"weather","rain":true}',
@@ -346,7 +337,7 @@ def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
     assert result.time_s == Timing(1, 1, 1, 1, 1, 1, 1, 1)
 
 
-def test_limits_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_run_limits_line_and_file_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "x", line_of())
     monkeypatch.setattr(run_file, "MAX_LINE_BYTES", 100)
     with pytest.raises(UnreadableRunError, match="line 1 is longer than 100 bytes"):
@@ -354,3 +345,91 @@ def test_limits_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(run_file, "MAX_FILE_BYTES", 200)
     with pytest.raises(UnreadableRunError, match="more than 200 bytes"):
         read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"a": NaN}', "not JSON"),
+        (b'{"a": 1e999}', "out of range"),
+        (b'{"a": "\xff"}', "not JSON"),
+        (rb'{"a": "\ud800"}', "not JSON"),
+        (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a": 1', "not JSON"),
+        (b'{"a": 1} {}', "not JSON"),
+        (b"[]", r"\[\], expected a JSON object"),
+    ],
+)
+def test_decode_refuses_invalid_json_with_a_reason(data: bytes, says: str) -> None:
+    with pytest.raises(BadFieldError, match=says) as caught:
+        decode(data)
+    assert str(caught.value).isprintable()
+
+
+class Inner(msgspec.Struct, frozen=True):
+    size: Whole
+    low: Amount = 0.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: Name
+    kind: Literal["a", "b"] = "a"
+    pair: tuple[Amount, Amount] = (0.0, 0.0)
+    inner: Inner | None = None
+    rows: tuple[Inner, ...] = ()
+    by_name: dict[str, dict[str, Inner]] | None = None
+    by_rank: dict[Name, Count] | None = None
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"name": ""}, "name", "expected str of length >= 1"),
+        ({"name": None}, "name", "expected str, got null"),
+        ({"kind": "\x1b[2J"}, "kind", r"invalid enum value '\\x1b\[2J'"),
+        ({"pair": [1, -1]}, r"pair\[1\]", "expected float >= 0.0"),
+        ({"inner": {}}, "inner", "object missing required field size"),
+        ({"rows": [{"size": 1}, {"size": True}]}, r"rows\[1\]\.size", "expected int, got bool"),
+        (
+            {"by_name": {"x": {}, "y": {"z": {"size": 0}}}},
+            r"by_name\[\.\.\.\]\[\.\.\.\]\.size",
+            "expected int >= 1",
+        ),
+    ],
+)
+def test_a_bad_field_is_named_with_what_was_expected(changes: dict[str, Any], field: str, says: str) -> None:
+    with pytest.raises(BadFieldError, match=f"^{field}: {says}"):
+        convert({"name": "n"} | changes, Outer)
+    with pytest.raises(BadFieldError, match=rf"^results\[3\]\.{field}: {says}"):
+        convert({"name": "n"} | changes, Outer, "results[3]")
+
+
+def test_a_bad_key_names_its_mapping() -> None:
+    with pytest.raises(BadFieldError, match="by_rank"):
+        convert({"name": "n", "by_rank": {"": 1}}, Outer)
+
+
+def test_fields_of_a_later_version_are_left_out_and_missing_ones_have_their_values() -> None:
+    assert convert({"name": "n", "rows": [{"size": 2, "new": 1}], "later": {}}, Outer) == Outer(
+        "n", rows=(Inner(2),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot read"),
+        (b"", "is not a table: not JSON"),
+        (b"[]", "is not a table: .*expected a JSON object"),
+        (b'{"a": "' + b"x" * 100 + b'"}', "more than 99 bytes"),
+    ],
+)
+def test_a_file_that_holds_no_object_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UnreadableRunError, match=says):
+        read_json(path, "a table", 99)
+    with pytest.raises(UnreadableRunError, match="not a regular file"):
+        read_json(tmp_path, "a table", 99)

@@ -1,12 +1,13 @@
 """`dtbench run` through its real entry point, on real gloo ranks, in good days and bad."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -15,21 +16,15 @@ from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import run as run_here
 from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
+from dtbench.engine.workers import Fork, StartedProgram, send_connection
 from dtbench.records.result import Result, Run
 from dtbench.records.run import read_run
-from dtbench.tests.programs import FRESH, LIMIT_S, environment, start, start_fresh
+from dtbench.tests.programs import start, start_fresh, start_ranks
 
 SUITE = str(Path(__file__).with_name("faults_suite.py"))
 TORCHRUN = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python")
 UNDER_TORCHRUN = (*TORCHRUN, str(Path(sys.executable).with_name("dtbench")))
 WORDS = ("run", SUITE, "--quick", "-o", "x.jsonl")
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of the command."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture
@@ -147,21 +142,16 @@ def test_under_torchrun_each_launch_is_a_fresh_world(with_own_packages: None) ->
 def test_under_slurm_rank_0_serves_the_store_and_each_launch_is_a_fresh_world(
     with_own_packages: None,
 ) -> None:
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
-    job |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "localhost"}
-    started = [
-        subprocess.Popen(
-            [*FRESH, *WORDS, "--launches", "2", "--filter", "all_reduce n=1"],
-            env=environment() | job | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=LIMIT_S) for process in started]
-    assert [process.returncode for process in started] == [0, 0], outputs
-    assert outputs[1] == ("", "") and "x.jsonl: 4 ok" in outputs[0][0].splitlines()
+    job = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_NODELIST": "localhost",
+    }
+    envs = [job | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    (code, out, err), second = start_ranks(envs, *WORDS, "--launches", "2", "--filter", "all_reduce n=1")
+    assert (code, second) == (0, (0, "", "")) and "x.jsonl: 4 ok" in out.splitlines(), err
     assert {r.launch for r in read_run("x.jsonl").results} == {0, 1}
 
 
@@ -203,3 +193,59 @@ def test_a_suite_is_checked(with_own_packages: None) -> None:
     Path("mine.py").write_text(Path("mine.py").read_text().replace("x @ x", "y @ x"))
     done = start("suite", "check", "mine.py")
     assert done.returncode == 5 and "name 'y' is not defined (mine.py:15)" in done.stdout
+
+
+ECHO = """
+import sys
+from dtbench.engine.workers import connection_at, receive_connection
+ours = connection_at(sys.argv[1])
+ours.send(receive_connection(ours).recv())
+"""
+
+
+def test_a_program_talks_on_its_connection_and_on_one_handed_over(tmp_path: Path):
+    from multiprocessing.connection import Pipe
+
+    ours, theirs = Pipe()
+    with StartedProgram([sys.executable, "-c", ECHO], connected=True) as program:
+        send_connection(program.connection, theirs)
+        theirs.close()
+        ours.send({"size": 3})
+        assert program.connection.recv() == {"size": 3}
+        with pytest.raises(EOFError):
+            program.connection.recv()
+        assert program.wait() == 0
+
+
+def test_the_end_of_a_program_is_that_of_what_it_started(tmp_path: Path):
+    read, written = os.pipe()
+    program = StartedProgram(["sh", "-c", "sleep 600 & touch started; wait"], cwd=tmp_path, out=written)
+    os.close(written)
+    while not (tmp_path / "started").exists():
+        assert program.wait(0.01) is None
+    assert program.end() == -signal.SIGKILL
+    with os.fdopen(read) as lines:
+        assert lines.read() == "", "nobody holds its output any more"
+
+
+def test_a_fork_ends_with_what_its_function_returns():
+    fork = Fork(lambda: 7)
+    assert wait([fork.ended], 60) == [fork.ended] and fork.code() == fork.end() == 7
+    assert Fork(lambda: time.sleep(600) or 0).end() == -signal.SIGKILL
+
+
+def test_a_fork_that_becomes_another_program_has_not_ended():
+    program = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(5)"]
+    fork = Fork(lambda: os.execv(program[0], program))
+    assert not wait([fork.ended], 0.2) and wait([fork.ended], 60) and fork.code() == 5
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no descriptors of processes")
+def test_a_fork_has_ended_though_what_it_started_goes_on(tmp_path: Path):
+    def starts_another_and_ends() -> int:
+        (tmp_path / "pid").write_text(str(subprocess.Popen(["sleep", "600"], close_fds=False).pid))
+        return 3
+
+    fork = Fork(starts_another_and_ends)
+    assert wait([fork.ended], 60) == [fork.ended] and fork.code() == 3
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)

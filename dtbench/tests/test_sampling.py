@@ -1,19 +1,18 @@
 """The measurement of one case, with fake clocks and ranks that are threads: no process group, no time."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
+from dtbench.engine.ranks import StoreRanks
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine_ranks, measure_tasks
 from dtbench.engine.tasks import Task
 from dtbench.suite import Case, Skip, Workload
@@ -54,43 +53,6 @@ class FakeClock:
         return took_s / calls
 
 
-class Threads:
-    """Ranks that are threads; a barrier stands for the store."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.votes: list[Any] = [None] * size
-        self.decision: Any = None
-        self.decisions = 0
-        self.meet = threading.Barrier(size, timeout=10)
-        self.reasons: list[tuple[int, str]] = []
-
-    def of(self, rank: int) -> RankOfThreads:
-        return RankOfThreads(self, rank)
-
-
-class RankOfThreads:
-    def __init__(self, world: Threads, rank: int) -> None:
-        self.rank = rank
-        self.size = world.size
-        self._world = world
-
-    def agree(self, vote: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        world = self._world
-        world.votes[self.rank] = vote
-        world.meet.wait()
-        if self.rank == 0:
-            world.decision = decide(list(world.votes))
-            world.decisions += 1
-        world.meet.wait()
-        decision = world.decision
-        world.meet.wait()
-        return decision
-
-    def report_failure(self, error: str) -> None:
-        self._world.reasons.append((self.rank, error))
-
-
 class Trial:
     """A case measured on threads; what happened on each rank is kept for the test."""
 
@@ -102,7 +64,7 @@ class Trial:
         self.barriers = [0] * size
         self.calls: list[list[str]] = [[] for _ in range(size)]
         self.closed: list[str] = []
-        self.ranks = Threads(size)
+        self.store = HashStore()
         self.states: list[Any] = [None, None]
 
     def run(self, case: Case) -> list[dict[str, ImplOutcome]]:
@@ -111,10 +73,11 @@ class Trial:
 
     def _on(self, rank: int, case: Case) -> dict[str, ImplOutcome]:
         now = ActiveCase()
-        schedule = Adaptive(
-            case, list(case.build), self.ranks.of(rank), self.tools(rank), now, self.timeout_s
-        )
+        schedule = Adaptive(case, list(case.build), self.ranks(rank), self.tools(rank), now, self.timeout_s)
         return schedule.run(rank)
+
+    def ranks(self, rank: int) -> StoreRanks:
+        return StoreRanks(self.store, rank, self.size, lambda _reason: None)
 
     def tools(self, rank: int) -> Instruments:
         def barrier() -> None:
@@ -198,8 +161,7 @@ def test_samples_of_a_length_hold_so_many_calls_that_their_overhead_vanishes(cal
 
 def test_impls_take_turns_and_each_round_starts_with_another() -> None:
     trial = Trial()
-    names = ["a", "b", "c"]
-    trial.run(case_of({n: trial.impl(n) for n in names}, samples=4))
+    trial.run(case_of({n: trial.impl(n) for n in ["a", "b", "c"]}, samples=4))
     assert "".join(trial.calls[0])[-12:] == "abcbcacababc"
 
 
@@ -323,7 +285,7 @@ def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> No
         measure_tasks(
             tasks,
             0,
-            trial.ranks.of(0),
+            trial.ranks(0),
             trial.tools(0),
             launch=0,
             timeout_s=60.0,
@@ -364,7 +326,7 @@ def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
     assert combine_ranks([{"samples": None, "counters": {}, "throttled": None}]).status == "failed"
 
 
-def test_a_reason_holds_no_secret() -> None:
+def test_failure_reason_is_masked() -> None:
     def fail(_world: object) -> Workload:
         raise OSError("no answer from https://me:hunter2@host to --api-key hunter2")
 

@@ -1,7 +1,5 @@
 """Every path and name that docstrings, comments and the docs quote exists."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io

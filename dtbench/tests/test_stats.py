@@ -1,8 +1,8 @@
 """The statistics against scipy, numpy and values worked out by hand."""
 
-from __future__ import annotations
-
+import itertools
 import math
+import tracemalloc
 from itertools import combinations, product
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtbench import stats
+from dtbench.cost.calibration import intervals
+from dtbench.cost.calibration.times import QUANTILE, SizeTimes, points_of
 from dtbench.grouping import group_by
 from dtbench.records.run import read_run
-from dtbench.stats import hodges_lehmann_ratio, rank_test, rank_tests, summarize
+from dtbench.stats import hodges_lehmann_ratio, rank_test, rank_tests, resample, summarize
 
 times = st.floats(1e-9, 1e3)
 sides = st.lists(times, min_size=1, max_size=7)
@@ -68,7 +70,7 @@ def test_a_summary_is_in_order_and_agrees_with_numpy(samples: list[float]) -> No
 
 
 @pytest.mark.parametrize("samples", [[], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
-def test_samples_that_are_no_times(samples: list[float]) -> None:
+def test_summarize_refuses_invalid_samples(samples: list[float]) -> None:
     with pytest.raises(ValueError, match="expected"):
         summarize(samples)
 
@@ -122,7 +124,7 @@ def test_an_interval_is_that_of_the_values_drawn_again(shape: tuple[int, ...]) -
         ([1.0, 1.1, 1.2], [2.0, 2.2, 2.3], None, None, 0.9),
     ],
 )
-def test_ratios_by_hand(
+def test_hodges_lehmann_ratio_matches_hand_computed_values(
     base: list[float],
     new: list[float],
     ratio: float | None,
@@ -141,14 +143,13 @@ def test_ratios_by_hand(
     # two-sided 5% critical value of U, plus one.
     [(4, 4, 1), (5, 5, 3), (6, 6, 6), (8, 8, 14), (10, 10, 24), (5, 8, 7), (20, 20, 128)],
 )
-def test_the_interval_is_that_of_the_table(m: int, n: int, k: int) -> None:
+def test_hodges_lehmann_interval_matches_published_critical_values(m: int, n: int, k: int) -> None:
     rng = np.random.default_rng(m * n)
     base, new = rng.lognormal(size=m).tolist(), rng.lognormal(size=n).tolist()
     ratios = sorted(b / a for a, b in product(base, new))
     estimate = hodges_lehmann_ratio(base, new)
     assert estimate.low == pytest.approx(ratios[k - 1])
-    assert estimate.high == pytest.approx(ratios[-k])
-    assert estimate.confidence is not None
+    assert estimate.high == pytest.approx(ratios[-k]) and estimate.confidence is not None
     assert estimate.confidence >= 0.95
 
 
@@ -168,7 +169,7 @@ def test_ratios_and_rank_tests_need_times(bad: list[float], swap: bool) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=14, unique=True), st.data())
-def test_without_ties_it_is_scipys_exact_test(values: list[int], data: st.DataObject) -> None:
+def test_rank_test_without_ties_equals_scipys_exact_test(values: list[int], data: st.DataObject) -> None:
     cut = data.draw(st.integers(1, len(values) - 1))
     base, new = values[:cut], values[cut:]
     p = rank_test(base, new)
@@ -179,7 +180,7 @@ def test_without_ties_it_is_scipys_exact_test(values: list[int], data: st.DataOb
 
 @settings(deadline=None, max_examples=40)
 @given(tied_sides, tied_sides)
-def test_with_ties_it_is_the_exact_permutation_test(base: list[float], new: list[float]) -> None:
+def test_rank_test_with_ties_equals_the_exact_permutation_test(base: list[float], new: list[float]) -> None:
     def rank_sum(x: list[float], y: list[float]) -> float:
         return float(scipy.stats.rankdata([*x, *y])[: len(x)].sum())
 
@@ -200,3 +201,39 @@ def test_the_interval_of_many_launches_is_near_the_exact_one(monkeypatch: pytest
     near = hodges_lehmann_ratio(base, new)
     rank_tests._rank_sum_tails.cache_clear()
     assert near.confidence == pytest.approx(exact.confidence, abs=2e-3)
+
+
+# --- bootstrap of a calibrated quantile ---
+
+
+def _of_one_launch(samples_us: np.ndarray) -> SizeTimes:
+    return points_of({1024: {("r", 0): samples_us}})[0]
+
+
+def test_bootstrap_of_many_samples_does_not_draw_each() -> None:
+    samples = np.arange(1.0, 20_001)
+    tracemalloc.start()
+    try:
+        got = intervals._repetitions([_of_one_launch(samples)], 400, np.random.default_rng(0))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.shape == (400, 1)
+    assert peak_bytes < 20 * samples.nbytes
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 20, 101])
+def test_bootstrap_is_distributed_as_quantiles_of_drawn_samples(count: int) -> None:
+    rng = np.random.default_rng(count)
+    values = rng.lognormal(size=count)
+    alike = [_of_one_launch(values), _of_one_launch(rng.permutation(values))]
+    first, second = intervals._repetitions(alike, 20_000, rng).T
+    drawn = np.quantile(resample(values, 20_000, rng), QUANTILE, axis=1)
+    # Beyond what rounds differently.
+    ordered = np.sort(values)
+    limits = np.concatenate([ordered, *(ordered[:-1] + np.diff(ordered) * part for part in (0.2, 0.5, 0.8))])
+    for pair in itertools.combinations([first, second, drawn], 2):
+        shares = [[np.mean(quantiles <= limit * (1 + 1e-9)) for limit in limits] for quantiles in pair]
+        assert np.abs(np.subtract(*shares)).max() < 0.02
+    # Sizes are drawn independently of each other.
+    assert count == 1 or abs(np.corrcoef(first, second)[0, 1]) < 0.05

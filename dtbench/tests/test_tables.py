@@ -1,7 +1,5 @@
 """What the terminal shows: every figure whole, foreign text harmless, JSON strict."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -12,20 +10,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dtbench.cli.doctor import print_findings
 from dtbench.comparison.run_comparison import compare_runs, print_comparison
+from dtbench.engine.clock_offsets import SAME_CLOCK, Offset, lateness_s
 from dtbench.engine.progress import ProgressLine, format_result, format_status_counts, print_status
 from dtbench.errors import EXIT_INCONCLUSIVE
 from dtbench.machine.doctor import MachineFinding
-from dtbench.records.result import Result, Run
+from dtbench.records.result import Header, Result, Run
 from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.stats import summarize
-from dtbench.stats.frame import cells, results_frame
+from dtbench.stats.frame import cases_frame, cells, results_frame
+from dtbench.stats.layout import from_last_arrival_s, layout_of, mesh_groups
+from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
-from dtbench.text.terminal import new_console, print_columns, print_line
+from dtbench.text import columns
+from dtbench.text.table import Table, compact
+from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 
 Capture = pytest.CaptureFixture[str]
 MACHINE = {"cpu": {"model": "Fast CPU", "usable_cores": 8}, "gpus": [{"name": "G1"}, {"name": "G1"}]}
@@ -62,7 +68,7 @@ def table_of(text: str, start: str) -> list[dict[str, str]]:
     return rows
 
 
-def test_the_impls_stand_side_by_side(capsys: Capture) -> None:
+def test_print_runs_shows_impls_side_by_side(capsys: Capture) -> None:
     params = {"placements": "S(0),S(0)", "mesh": "8", "pass": "forward"}
     other = params | {"placements": "R,R"}
     times = {"torch": 8e-6, "core": 4e-6, "local": 1e-6}
@@ -100,7 +106,7 @@ def test_bandwidths_have_a_unit_and_times_are_those_of_the_run_and_of_frames(cap
     assert cells(results_frame(run(*results))["estimate_s"]) == pytest.approx([150e-6] * 2)
 
 
-def test_one_process_has_no_ranks_and_no_mesh(capsys: Capture) -> None:
+def test_print_runs_of_one_process_shows_no_ranks_and_no_mesh(capsys: Capture) -> None:
     alone = result("dispatch", "add", "core", 4e-6)
     samples = {str(rank): (1.0, 2.0, 3.0) for rank in range(4)}
     together = result("collectives", "all_reduce", "c10d", 1.0, rank_samples_s=samples)
@@ -166,7 +172,7 @@ def test_a_table_fits_the_terminal_and_names_what_it_leaves_out(
     assert re.findall(r"^columns omitted \(narrow terminal\): (.*)$", out, re.MULTILINE) == left_out
 
 
-def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
+def test_print_runs_head_shows_the_machine(capsys: Capture) -> None:
     print_runs([run(complete=False)])
     out = capsys.readouterr().out
     facts = (
@@ -182,7 +188,7 @@ def test_the_head_tells_where_it_was_measured(capsys: Capture) -> None:
     assert "INCOMPLETE" not in capsys.readouterr().out
 
 
-def test_what_is_not_ok_is_listed_with_its_reason(capsys: Capture) -> None:
+def test_print_runs_lists_failed_results_with_reasons(capsys: Capture) -> None:
     def bad(name: str, impl: str, status: str, reason: str | None = None) -> Result:
         return result("s", name, impl, 1.0, status=status, reason=reason, time_s=None)
 
@@ -224,30 +230,25 @@ def test_headers_describe_only_the_samples_that_there_are(
     assert "s: p25 of the samples, spread to their upper quartile" in capsys.readouterr().out
 
 
-def test_progress_through_a_pipe_is_a_line_per_result(capsys: Capture) -> None:
+@pytest.mark.parametrize(("is_terminal", "output"), [(False, "first\n2nd\n"), (True, "\rfirst\r2nd  \n")])
+def test_progress_is_one_line_on_a_terminal_and_a_line_per_result_in_a_pipe(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, output: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     line = ProgressLine(True)
-    for text in ("first", "second"):
+    for text in ("first", "2nd"):
         line.show(text)
     line.close()
-    assert capsys.readouterr().out == "first\nsecond\n"
+    assert capsys.readouterr().out == output
 
 
-def test_say_writes_a_line_and_its_newline_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_print_status_writes_line_and_newline_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[str] = []
     monkeypatch.setattr(
         "sys.stdout", SimpleNamespace(encoding="ascii", write=pieces.append, flush=lambda: None)
     )
     print_status("12 µs")
     assert [piece for piece in pieces if piece] == ["12 ?s\n"]
-
-
-def test_progress_on_a_terminal_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    line = ProgressLine(True)
-    for text in ("first", "2nd"):
-        line.show(text)
-    line.close()
-    assert capsys.readouterr().out == "\rfirst\r2nd  \n"
 
 
 def test_text_from_a_file_can_not_steer_the_terminal(capsys: Capture) -> None:
@@ -302,7 +303,7 @@ def test_a_comparison_shows_the_worst_first_and_its_notes(capsys: Capture) -> No
     assert "note: the same run is on both sides\n" in out and out.endswith("\n1 slower, 1 missing, 1 same\n")
 
 
-def test_one_launch_against_another_has_no_verdict(capsys: Capture) -> None:
+def test_comparison_of_single_launches_has_no_verdict(capsys: Capture) -> None:
     def side(scale: float) -> list[Result]:
         return [result("s", "a", "c10d", scale * n * 1e-6, params={"size": n}) for n in (64, 128)]
 
@@ -331,3 +332,171 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
     assert load()["rows"][0]["verdict"] == "inconclusive"
     print_findings([MachineFinding("a", None, "b")], as_json=True)
     assert load() == [{"check": "a", "ok": None, "got": "b", "effect": "", "remedy": ""}]
+
+
+def test_table_counts_rows_that_its_columns_do_not_hold() -> None:
+    case_and_impl = [columns.text("Case", list("abcde")), columns.text("Impl", ["core"] * 5)]
+    assert [c.header for c in compact(Table("", case_and_impl)).columns] == ["Case"]
+    # The rows that are left out may differ, so the column stays.
+    cut = compact(Table("", case_and_impl, total=9))
+    assert ([c.header for c in cut.columns], cut.total_rows) == (["Case", "Impl"], 9)
+
+
+@pytest.mark.parametrize("text", ["µ", 'quoted " \\ \x1b', "\udcff"], ids=["latin", "escaped", "surrogate"])
+def test_printed_json_is_indented_as_by_the_standard_library(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"a": [1, 2.5e-7, True, None], "b": {}, "c": [], text: text, "d": [{"e": [[]]}]}
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    print_json(value)
+    assert out.getvalue() == json.dumps(value, indent=2) + "\n"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json([float("nan")])
+
+
+def header(mesh: dict[str, int], hosts: list[str], **facts: list[Any]) -> dict[str, Any]:
+    changed = made_up.header(mesh, hosts)
+    for rank in changed["ranks"]:
+        rank |= {name: values[rank["rank"]] for name, values in facts.items()}
+    return changed
+
+
+def read_by(*args: Any, **facts: list[Any]) -> Header:
+    return made_up.read(header(*args, **facts))
+
+
+def test_a_file_that_lists_other_ranks_than_its_mesh_has_no_layout() -> None:
+    described = header({"dp": 2, "tp": 2}, ["a"] * 4)
+    assert set(mesh_groups(made_up.read(described))) == {"dp", "tp", "dp+tp"}
+    described["mesh"]["shape"] = [2**10, 2**10]
+    assert layout_of(made_up.read(described)) == [] and mesh_groups(made_up.read(described)) == {}
+
+
+def test_hosts_are_counted_per_group_and_per_pair() -> None:
+    dp, tp, both = layout_of(read_by({"dp": 2, "tp": 4}, ["a"] * 4 + ["b"] * 4))
+    assert (both.name, both.ranks, both.groups) == ("dp+tp", 8, 1)
+    assert (both.hosts_per_group, both.ranks_per_host, both.groups_per_host_pair) == ((2, 2), (4, 4), 1)
+    assert (dp.hosts_per_group, dp.ranks_per_host, dp.groups_per_host_pair) == ((2, 2), (1, 1), 4)
+    assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((1, 1), (4, 4), 0)
+    (tp,) = layout_of(read_by({"tp": 6}, ["a", "a", "a", "b", "b", "c"]))
+    assert (tp.hosts_per_group, tp.ranks_per_host, tp.groups_per_host_pair) == ((3, 3), (1, 3), 1)
+    mixed, *_ = layout_of(read_by({"dp": 2, "tp": 2}, ["a", "a", "a", "b"]))  # groups 0,2 and 1,3
+    assert (mixed.hosts_per_group, mixed.groups_per_host_pair) == ((1, 2), 1)
+    unknown = header({"tp": 2}, ["a", "b"])
+    del unknown["ranks"][1]["host"]
+    assert layout_of(made_up.read(unknown))[0].hosts_per_group is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "boots", "count"),
+    [
+        (["a", "b"], ["k", "k"], 2),  # namespaces of one machine, each with a name of its own
+        (["localhost", "localhost"], ["k", "m"], 2),  # nodes of one name
+        (["a", "a"], ["k", "k"], 1),
+        (["a", "a"], [None, None], 1),
+    ],
+)
+def test_a_host_is_a_name_and_a_kernel(
+    hosts: list[str], boots: list[str | None], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described = header({"tp": 2}, hosts, boot_id=boots)
+    assert layout_of(made_up.read(described))[0].hosts_per_group == (count, count)
+    print_runs([made_up.run([], mesh={"tp": 2}, ranks=described["ranks"])])
+    out = capsys.readouterr().out
+    assert f"2 on {', '.join(hosts[:count])}\n" in out
+    (row,) = table_of(out, "layout")
+    assert row["hosts per group"] == str(count)
+    assert row["groups per host pair" if count == 2 else "ranks per host"] == ("1" if count == 2 else "2")
+
+
+def test_numa_nodes_and_nvlink_neighbours() -> None:
+    peers = [{"neighbours": {bus: 4}, "switch_links": 0} for bus in ("1", "0", "3", "2")]
+    described = header(
+        {"dp": 2, "tp": 2},
+        ["a"] * 4,
+        pci_bus_id=list("0123"),
+        nvlink=peers,
+        device_numa_node=[0, 0, 1, None],
+        numa_nodes=[[0, 1]] * 4,
+    )
+    dp, tp, _ = layout_of(made_up.read(described))
+    assert (dp.nvlink, tp.nvlink) == ((0, 2), (2, 2))
+    assert (dp.numa_nodes_per_group, tp.numa_nodes_per_group) == ((2, 2), (1, 2))
+    switched = header({"tp": 2}, ["a"] * 2, nvlink=[{"neighbours": {}, "switch_links": 18}] * 2)
+    assert layout_of(made_up.read(switched))[0].nvlink == (1, 1)
+    assert layout_of(read_by({"tp": 2}, ["a", "b"], nvlink=peers[:2]))[0].nvlink is None
+
+
+# ------------------------------------------------------------------------------------- times
+
+# Two samples of four ranks. Groups of dp: 0,2 and 1,3; of tp: 0,1 and 2,3.
+READINGS = {"0": (5.0, 9.0), "1": (4.0, 2.0), "2": (3.0, 8.0), "3": (7.0, 6.0)}
+
+
+def timed(dim: str, **changes: Any) -> Result:
+    longest = [7.0, 9.0]
+    fields: dict[str, Any] = {"time_s": summarize(longest), "samples_s": tuple(longest)}
+    fields["rank_samples_s"] = READINGS
+    return Result("collectives", "all_reduce", "c10d", {"mesh_dim": dim}, "ok", **fields | changes)
+
+
+def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_group_counts() -> None:
+    assert from_last_arrival_s(timed("dp"), groups_of((2, 2), 0)) == (4.0, 8.0)  # max(3, 4), max(8, 2)
+    assert from_last_arrival_s(timed("tp"), groups_of((2, 2), 1)) == (4.0, 6.0)  # max(4, 3), max(2, 6)
+    alone = {rank: READINGS[rank] for rank in ("0", "1")}
+    assert from_last_arrival_s(timed("tp", rank_samples_s=alone), groups_of((2, 2), 1)) == (4.0, 2.0)
+    for lacking in ({}, {"0": (1.0,), "1": (1.0, 2.0)}, {"9": (1.0,)}):
+        assert from_last_arrival_s(timed("tp", rank_samples_s=lacking), groups_of((2, 2), 1)) == ()
+
+
+def test_arrivals_extend_a_sample_to_the_end_of_the_last_rank() -> None:
+    # Rank 2 came first and waited; rank 0 came 2 s later and ended at 7 s, the last.
+    late = {"0": (2.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0), "3": (0.0, 0.0)}
+    result = timed("dp", rank_arrivals_s=late)
+    assert from_last_arrival_s(result, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
+    assert from_last_arrival_s(result, [[0, 2]]) == (5.0, 8.0)
+    # What cannot be, as no rank's reading is so short or so long, is brought back to what can.
+    impossible = timed("dp", rank_arrivals_s={"0": (0.0, 0.0), "2": (9.0, 0.0)})
+    assert from_last_arrival_s(impossible, [[0, 2]]) == (3.0, 9.0)
+    assert from_last_arrival_s(timed("dp", rank_arrivals_s={"0": (2.0,)}), [[0, 2]]) == ()
+
+
+@pytest.mark.parametrize("error_ns", [1, 100, 10**9])
+def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None:
+    """Rank 1, on another host whose clock is 5 s ahead, leaves every barrier 10 us after rank 0."""
+    started = {0: [100, 200_100, 400_100], 1: [5 * 10**9 + t + 10_000 for t in (100, 200_100, 400_100)]}
+    late_s = lateness_s(started, {0: "a", 1: "b"}, {0: SAME_CLOCK, 1: Offset(-5e9 + 40, error_ns)})
+    # Where the ping bounds it loosely, the barriers are believed; else as far as the ping allows.
+    late_ns = 0 if error_ns > 10_000 else 10_000 + 40 - error_ns
+    assert late_s[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
+
+
+@given(st.data())
+def test_arrivals_are_found_whatever_the_clocks_of_the_hosts_show(data: st.DataObject) -> None:
+    samples = 9
+    times = st.lists(st.integers(0, 10**9), min_size=samples, max_size=samples)
+    barrier = data.draw(times)
+    behind = {rank: data.draw(times) for rank in range(4)}
+    clock = {0: 0, 1: 0, 2: data.draw(st.integers(-(10**17), 10**17)), 3: data.draw(st.integers(0, 10**17))}
+    started = {r: [b + d + clock[r] for b, d in zip(barrier, behind[r], strict=True)] for r in range(4)}
+    late_s = lateness_s(started, {0: "a", 1: "a", 2: "b", 3: None})
+    # On one kernel exactly; between kernels but for a shift, which leaves both together in the median.
+    assert late_s[1] - late_s[0] == pytest.approx((np.array(behind[1]) - behind[0]) * 1e-9, abs=1e-7)
+    for rank in (2, 3):
+        ours = (late_s[rank] - (late_s[0] + late_s[1]) / 2) * 1e9
+        assert np.median(ours) == pytest.approx(0.0, abs=100.0)
+        true = np.array(behind[rank]) - (np.array(behind[0]) + behind[1]) / 2
+        assert ours - true == pytest.approx(np.full(samples, ours[0] - true[0]), abs=100.0)
+    assert np.min(list(late_s.values()), axis=0) == pytest.approx(np.zeros(samples))
+
+
+def test_from_last_arrival_is_in_frames_and_printed_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up.run([timed("dp"), timed("tp"), timed("tp", launch=1, rank_samples_s={}), timed("none")])
+    frame = results_frame([run])
+    assert cells(frame["from_last_s"]) == [5.0, 4.5, None, None]  # lower quartiles of the samples
+    assert cells(cases_frame(frame)["from_last_s", "c10d"]) == [5.0, 4.5, None]
+    print_runs([run])
+    rows = table_of(capsys.readouterr().out, "collectives")
+    assert [row["since last arrival [s]"] for row in rows] == ["5.000", "4.500", "-"]
+    assert [row["c10d [s]"] for row in rows] == ["7.500"] * 3

@@ -1,7 +1,5 @@
 """Validation scores each model on new launches, whose errors are known in advance."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -183,10 +181,9 @@ def test_validate_command_prints_a_table_or_json(dtbench: Cli) -> None:
     assert code == EXIT_OK and "every second size of new.jsonl" in out
 
 
-def test_invalid_options_are_refused_in_one_line(dtbench: Cli) -> None:
-    write_topology(fitted(1.0), "t.json")
-    made_up.write(Path("fitted.jsonl"), run_of(results(), "fitted"))
-    for args, says in (
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
         ("--split t.json fitted.jsonl", "got 2 files, expected a single RUN"),
         ("--split fitted.jsonl --same", "--same requires --validate"),
         ("--split --validate t.json fitted.jsonl", "--validate and --split exclude each other"),
@@ -194,6 +191,10 @@ def test_invalid_options_are_refused_in_one_line(dtbench: Cli) -> None:
         ("fitted.jsonl", "missing -o"),
         ("fitted.jsonl -o new.json --json", "--json is not used with -o"),
         ("--validate fitted.jsonl t.json", "fitted.jsonl is a run of dtbench, expected a topology"),
-    ):
-        code, out, err = dtbench("calibrate", *args.split())
-        assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args
+    ],
+)
+def test_invalid_options_are_refused_in_one_line(dtbench: Cli, args: str, says: str) -> None:
+    write_topology(fitted(1.0), "t.json")
+    made_up.write(Path("fitted.jsonl"), run_of(results(), "fitted"))
+    code, out, err = dtbench("calibrate", *args.split())
+    assert (code, out, err.count("\n")) == (EXIT_USAGE, "", 1) and says in err, args

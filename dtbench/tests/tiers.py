@@ -4,8 +4,6 @@ A test file's conftest takes the hook from here. Tests are named as pytest print
 in which `[` stands for itself.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +16,7 @@ hypothesis.settings.load_profile("untimed")
 
 SLOW = {
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
-    "dtbench/tests/test_job_page.py::test_all_that_a_reader*": "a page at its largest",
+    "dtbench/tests/test_job_cli.py::test_page_with_the_most_lanes*": "a page at its largest",
     # What of a user's machine it takes.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
@@ -28,7 +26,11 @@ SLOW = {
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
     "suites/tests/test_runs.py::*": "all suites and examples on ranks, under the command line, torchrun and pytest",
-    "dtbench/tests/test_profile.py::test_two_ranks_are_told*": "ranks of a real profile",
+    "dtbench/tests/test_profile.py::test_profile_of_two_ranks*": "ranks of a real profile",
+    "dtbench/tests/test_profile.py::test_profile_splits*": "a real profile of both libraries",
+    "dtbench/tests/test_pytest_plugin.py::test_plugin_measures*": "pytest sessions that import torch",
+    "dtbench/tests/test_pytest_plugin.py::test_suite_file*": "pytest sessions that import torch",
+    "dtbench/tests/test_pytest_plugin.py::test_session*": "pytest sessions that import torch",
     "dtbench/tests/test_preflight.py::test_real_ranks*": "four ranks that are examined",
     "dtbench/tests/test_preflight.py::test_under_torchrun*": "torchrun",
     "dtbench/tests/test_runs.py::test_*killed*": "launchers and ranks that are killed",
@@ -36,7 +38,7 @@ SLOW = {
     "dtbench/tests/test_recording.py::test_in_a_rank_*": "a job that imports torch",
     "dtbench/tests/test_recording.py::test_under_*": "torchrun",
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
-    "dtbench/tests/test_refine.py::test_real_ranks*": "sweeps of real ranks in two launches",
+    "dtbench/tests/test_options.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",
     "core/tests/test_same_graph.py::*": "the same, by the hundred",
     # Workers that die or hang are waited for.
