@@ -1,8 +1,8 @@
 """Converts the inputs and outputs of parallelized modules between plain tensors and DTensors, on a 1-D mesh.
 
 An input is a plain tensor, which is taken as this rank's part, or a DTensor, which is redistributed. It may be
-wrapped in the tuple that a hook gets. The functions `make_input_*` and `make_output_*` have the names that torch gave them for
-PairwiseParallel's `prepare_input` and `prepare_output`.
+wrapped in the tuple that a hook gets. The functions `make_input_*` and `make_output_*` have the names that torch gave
+them for PairwiseParallel's `prepare_input` and `prepare_output`.
 
 Note [Lengths of plain parts]: the length of one part does not determine the length of the whole tensor. Over 4 ranks,
 a length of 7 is split as 2, 2, 2, 1. If each rank assumed that all parts are as long as its own, ranks would compute
