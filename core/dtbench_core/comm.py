@@ -208,8 +208,9 @@ def _reduce_scatter(
     if output.is_complex():
         _refuse_complex("reduce_scatter", op)
         received, sent = _real(output), _real(input.resolve_conj())
-    reduce = getattr(group, REDUCE_SCATTER_METHOD)
-    work = _finish(reduce(received, sent, _REDUCE_SCATTER[op, async_op]), async_op)
+    work = _finish(
+        getattr(group, REDUCE_SCATTER_METHOD)(received, sent, _REDUCE_SCATTER[op, async_op]), async_op
+    )
     if divides:
         output /= group.size()
     return work
@@ -286,8 +287,7 @@ def all_to_all(
     if not async_op and type(sent) is torch.Tensor and sent.is_cpu and dist.get_backend(group) == "gloo":
         _send_and_receive(received, sent, group, *splits)
         return None
-    exchange = getattr(group, ALL_TO_ALL_METHOD)
-    return _finish(exchange(received, sent, *splits, _EXCHANGE[async_op]), async_op)
+    return _finish(getattr(group, ALL_TO_ALL_METHOD)(received, sent, *splits, _EXCHANGE[async_op]), async_op)
 
 
 def exchanged(
@@ -309,8 +309,10 @@ def exchanged(
     if _functional(input):
         _record("all_to_all", input)
         n = group.size()
-        requested = ((output_splits, shape[0]), (input_splits, input.size(0)))
-        splits = [list(rows or [length // n] * n) for rows, length in requested]
+        splits = [
+            list(rows or [length // n] * n)
+            for rows, length in ((output_splits, shape[0]), (input_splits, input.size(0)))
+        ]
         return _call(_ops.all_to_all_single, input, *splits, group.group_name).view(shape)
     output = input.new_empty(shape)
     all_to_all(output, input, group, output_splits, input_splits)
@@ -365,8 +367,7 @@ def broadcast(tensor: torch.Tensor, group: Group, src: int = 0, async_op: bool =
         return None
     options = torch_compat.BroadcastOptions()
     options.rootRank, options.rootTensor, options.asyncOp = src, 0, async_op
-    sent = _real(tensor) if tensor.is_complex() else tensor
-    return _finish(group.broadcast([sent], options), async_op)
+    return _finish(group.broadcast([_real(tensor) if tensor.is_complex() else tensor], options), async_op)
 
 
 def scatter(

@@ -332,8 +332,11 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
         leaf._memory.unseen = False
         leaf._memory.wait(for_readers=id(leaf) in written)
     # Transports read memory as if it were packed, so other tensors are replaced by packed copies.
-    tensors = [leaf for leaf in tree_iter(_plain((args, kwargs))) if isinstance(leaf, torch.Tensor)]
-    staged = {id(tensor): comm.packed(tensor) for tensor in tensors if not comm.is_packed(tensor)}
+    staged = {
+        id(tensor): comm.packed(tensor)
+        for tensor in tree_iter(_plain((args, kwargs)))
+        if isinstance(tensor, torch.Tensor) and not comm.is_packed(tensor)
+    }
     sent = tree_map_only(torch.Tensor, lambda t: staged.get(id(t), t), _plain((args, kwargs)))
     if tracer is None:
         result = func(*sent[0], **sent[1])
@@ -356,8 +359,10 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
             leaf._memory.writing.append(flights[id(leaf)])
     if flights:
         for leaf in comm_tensors:
-            reading = [flight for flight in leaf._memory.reading if not flight.is_over()]
-            leaf._memory.reading = [*reading, next(iter(flights.values()))]
+            leaf._memory.reading = [
+                *(flight for flight in leaf._memory.reading if not flight.is_over()),
+                next(iter(flights.values())),
+            ]
     # Return the CommTensors of the caller, so that later uses wait.
     return (args[0], *result[1:]) if traceable else result
 
@@ -388,9 +393,12 @@ def _traced(
         The result of the op, and the id of each output -> its collective in flight.
     """
     proxies = tree_map_only(torch.Tensor, lambda t: traced_value(t, tracer), sent)
-    collective_node = tracer.create_proxy("call_function", func, *proxies)
     results = tracer.create_proxy(
-        "call_function", _wrap_comm_result, (collective_node,), {}, name="comm_result"
+        "call_function",
+        _wrap_comm_result,
+        (tracer.create_proxy("call_function", func, *proxies),),
+        {},
+        name="comm_result",
     )
     with untraced():
         result_of_op = func(*sent[0], **sent[1])
@@ -398,8 +406,14 @@ def _traced(
     for output, result in _outputs_with_proxies(outputs, results[0]):
         plain = output._tensor
         written = staged.get(id(plain), plain)
-        user_output = None if written is plain else plain
-        flight = _InFlight(result_of_op[1], output.device, tracer, written, result, output=user_output)
+        flight = _InFlight(
+            result_of_op[1],
+            output.device,
+            tracer,
+            written,
+            result,
+            output=None if written is plain else plain,
+        )
         flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
         # Reading the plain tensor, without its CommTensor, is then an error when the graph runs, instead of a race.

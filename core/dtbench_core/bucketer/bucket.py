@@ -216,8 +216,11 @@ class Bucket:
         self._pending: PendingBucket | None = None
         self._in_flight: deque[PendingBucket] = deque()  # in order of issue
         # torch's fake group has only one rank, and its collectives return undefined values.
-        has_peers = self.world_size > 1 and "fake" not in str(dist.get_backend(self.group))
-        self._is_checking = self.check_ranks != "never" and has_peers
+        self._is_checking = (
+            self.check_ranks != "never"
+            and self.world_size > 1
+            and "fake" not in str(dist.get_backend(self.group))
+        )
 
     @property
     def pending(self) -> int:
@@ -338,8 +341,7 @@ class Bucket:
         """Waits for collectives until another buffer of `numel` elements needs no more memory than two full buckets."""
         limit = 2 * aligned(self.capacity, self._unit) * self.world_size
         for pending in tuple(self._in_flight):
-            in_use = self.pool.in_use // self.pool.dtype.itemsize
-            if in_use + numel <= limit or self.pool.fits(numel):
+            if self.pool.in_use // self.pool.dtype.itemsize + numel <= limit or self.pool.fits(numel):
                 break
             if pending.buffer is not None:
                 self.wait_for(pending, outcome)
@@ -391,10 +393,16 @@ class Bucket:
                     "graph, where ranks cannot compare inputs: run one round, up to flush(), before the capture, or "
                     "pass check_ranks='never'"
                 )
-            shapes = [
-                pending.result_forms.get(i, (None,))[0] or (numel,) for i, numel in enumerate(pending.numels)
-            ]
-            check_ranks_agree(self.group, self.device, cause, shapes, f"{self.dtype} {self.reduction}")
+            check_ranks_agree(
+                self.group,
+                self.device,
+                cause,
+                [
+                    pending.result_forms.get(i, (None,))[0] or (numel,)
+                    for i, numel in enumerate(pending.numels)
+                ],
+                f"{self.dtype} {self.reduction}",
+            )
 
     def _issue(self, pending: PendingBucket) -> None:
         assert pending.packing is not None

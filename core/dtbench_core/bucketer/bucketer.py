@@ -132,10 +132,12 @@ class ReduceScatterBucketer:
             return
         checked = check_input(input_list, group, self.hold_inputs)
         bucket = self._bucket_of(checked, group)
-        result_form = (
-            None if checked.shape is None and checked.rewrap is None else (checked.shape, checked.rewrap)
+        bucket.add(
+            checked.source,
+            checked.numel,
+            callback_fn,
+            None if checked.shape is None and checked.rewrap is None else (checked.shape, checked.rewrap),
         )
-        bucket.add(checked.source, checked.numel, callback_fn, result_form)
 
     def _add_small_tensors(
         self, inputs: list[Tensor], group: ProcessGroup, callback: Callback | None
@@ -169,8 +171,12 @@ class ReduceScatterBucketer:
         if stacked.requires_grad or stacked.device != first.device:
             return False
         bucket.counters.bytes_copied += stacked.nbytes
-        result_form = None if stacked.ndim == 2 else (first.shape, None)
-        bucket.add(stacked.view(bucket.world_size, numel), numel, callback, result_form)
+        bucket.add(
+            stacked.view(bucket.world_size, numel),
+            numel,
+            callback,
+            None if stacked.ndim == 2 else (first.shape, None),
+        )
         return True
 
     def flush(self) -> None:
@@ -221,8 +227,9 @@ class ReduceScatterBucketer:
             if gradient is not None:
                 with torch.no_grad():
                     checked = check_gradient(gradient, group)
-                    bucket = self._bucket_of(checked, group)
-                    bucket.add(checked.source, checked.numel, partial(on_shard, parameter), hold=True)
+                    self._bucket_of(checked, group).add(
+                        checked.source, checked.numel, partial(on_shard, parameter), hold=True
+                    )
 
         hooks = GradientFeed()
         for parameter in module.parameters():

@@ -82,8 +82,13 @@ def _check_tensor(tensor: Tensor, n: int) -> CheckedInput:
             "one part for each rank: pad dim 0, or pass a list with one tensor for each rank"
         )
     numel = plain.numel() // n
-    shape = None if plain.ndim == 1 else (plain.shape[0] // n, *plain.shape[1:])
-    return CheckedInput(plain.reshape(n, numel), numel, shape, plain.dtype, plain.device)
+    return CheckedInput(
+        plain.reshape(n, numel),
+        numel,
+        None if plain.ndim == 1 else (plain.shape[0] // n, *plain.shape[1:]),
+        plain.dtype,
+        plain.device,
+    )
 
 
 def _check_list(shards: Sequence[Tensor], hold: bool = False) -> CheckedInput:
@@ -126,11 +131,10 @@ def _check_dtensor(tensor: Wrapper, group: ProcessGroup) -> CheckedInput:
     """
     spec = tensor._spec
     dim = _mesh_dim_of(spec, group)
-    other_placements = tuple(p for d, p in enumerate(spec.placements) if d != dim)
     if (
         not spec.is_even()
         or (dim is None and spec.has_partial())
-        or any(p.is_partial() for p in other_placements)
+        or any(p.is_partial() for d, p in enumerate(spec.placements) if d != dim)
     ):
         raise BucketError(
             f"got a gradient {spec} for a group of {group.size()} ranks, expected even shards and Partial at most on "
@@ -149,10 +153,16 @@ def _check_dtensor(tensor: Wrapper, group: ProcessGroup) -> CheckedInput:
     if dim is None:
         return checked
     # The inner mesh dims have sharded dim 0 already; each of their shards is now sharded by itself.
-    inner_dims = zip(spec.placements[dim + 1 :], spec.info.sizes[dim + 1 :], strict=True)
-    factor = math.prod(size for p, size in inner_dims if p.is_shard(0))
-    placement = StridedShard(0, factor) if factor > 1 else Shard(0)
-    placements = (*spec.placements[:dim], placement, *spec.placements[dim + 1 :])
+    factor = math.prod(
+        size
+        for p, size in zip(spec.placements[dim + 1 :], spec.info.sizes[dim + 1 :], strict=True)
+        if p.is_shard(0)
+    )
+    placements = (
+        *spec.placements[:dim],
+        StridedShard(0, factor) if factor > 1 else Shard(0),
+        *spec.placements[dim + 1 :],
+    )
     return checked._replace(rewrap=_rewrap(tensor, spec, placements))
 
 

@@ -52,8 +52,9 @@ class Curve:
         proportional = times[-1] / sizes[-1]
         if len(sizes) == 1:
             return proportional
-        rows = range(len(sizes))
-        faster = [i for i in rows if sizes[i] * self.END_FACTOR <= sizes[-1] and times[i] < times[-1]]
+        faster = [
+            i for i in range(len(sizes)) if sizes[i] * self.END_FACTOR <= sizes[-1] and times[i] < times[-1]
+        ]
         return min(self._slope(faster[-1] if faster else 0, -1), proportional)
 
     def _below(self, size_bytes: float) -> float:
@@ -61,8 +62,9 @@ class Curve:
         sizes, times = self.sizes, self.times_us
         slope = 0.0
         if len(sizes) > 1:
-            rows = range(len(sizes))
-            slower = [i for i in rows if sizes[i] >= self.END_FACTOR * sizes[0] and times[i] > times[0]]
+            slower = [
+                i for i in range(len(sizes)) if sizes[i] >= self.END_FACTOR * sizes[0] and times[i] > times[0]
+            ]
             slope = self._slope(0, slower[0] if slower else -1)
         return max(times[0] - (sizes[0] - size_bytes) * slope, times[0] * size_bytes / sizes[0])
 

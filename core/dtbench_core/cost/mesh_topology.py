@@ -27,8 +27,9 @@ class MeshTopoInfo(MeshConstants):
     @functools.lru_cache(maxsize=256)
     def build_from_mesh(mesh: DeviceMesh) -> MeshTopoInfo:
         """Returns the built-in constants, with torch's guess of the hosts. Cached per mesh."""
-        devices_per_host = torch.get_device_module(mesh.device_type).device_count()
-        bandwidths, latencies = zip(*guessed_links(mesh.shape, devices_per_host), strict=True)
+        bandwidths, latencies = zip(
+            *guessed_links(mesh.shape, torch.get_device_module(mesh.device_type).device_count()), strict=True
+        )
         return MeshTopoInfo(mesh, tuple(mesh.shape), bandwidths, latencies)
 
     @staticmethod

@@ -75,8 +75,9 @@ class DimPrices(NamedTuple):
 
     @staticmethod
     def of(topo: MeshConstants, mesh_dim: int) -> DimPrices:
-        curves = topo.mesh_dim_curves[mesh_dim] if topo.mesh_dim_curves else {}
-        return DimPrices(ring_of(topo, [mesh_dim]), curves)
+        return DimPrices(
+            ring_of(topo, [mesh_dim]), topo.mesh_dim_curves[mesh_dim] if topo.mesh_dim_curves else {}
+        )
 
     def us(self, src: Kind, dst: Kind, local_gib: float) -> float:
         """Returns the microseconds of a change that sends something.

@@ -184,8 +184,10 @@ class ChainSearch:
         """
         indices = []
         for placement in placements:
-            equal_placements = (i for i, p in enumerate(self.placements) if _same_placement(p, placement))
-            index = next(equal_placements, len(self.placements))
+            index = next(
+                (i for i, p in enumerate(self.placements) if _same_placement(p, placement)),
+                len(self.placements),
+            )
             if index == len(self.placements):
                 self.placements.append(placement)
             indices.append(index)
@@ -213,8 +215,10 @@ class ChainSearch:
         if not measured:
             return [Shard(dim) for dim in free_dims[: len(self.active_dims)]]
         later_dims = [dim for dim in free_dims if dim > 0]
-        first_dim = (dim for dim in free_dims if dim == 0)
-        return [Shard(dim) for dim in (*later_dims[: len(self.active_dims)], *first_dim)]
+        return [
+            Shard(dim)
+            for dim in (*later_dims[: len(self.active_dims)], *(dim for dim in free_dims if dim == 0))
+        ]
 
     def cheapest(self) -> list[Transition] | None:
         """Returns the cheapest chain, or None if there is none.
@@ -243,8 +247,13 @@ class ChainSearch:
 
     def _lower_bound_us(self, state: State) -> float:
         """Lower bound of the remaining price: one collective per mesh dim that must change from Shard or Partial."""
-        dims = zip(state, self.dst, self.minimum_us, strict=True)
-        bound = sum([us for current, final, us in dims if current not in (final, REPLICATED)])
+        bound = sum(
+            [
+                us
+                for current, final, us in zip(state, self.dst, self.minimum_us, strict=True)
+                if current not in (final, REPLICATED)
+            ]
+        )
         return bound if self.joint_prices is None else min(bound, self.joint_prices.minimum_us())
 
     def _next_states(self, state: State) -> Iterator[tuple[tuple[int, ...], State, float]]:
@@ -347,8 +356,9 @@ class ChainSearch:
         transitions = []
         while chain is not None:
             chain, mesh_dims, state, next_state, us = chain
-            letters = self.letters[state[mesh_dims[0]]] + self.letters[next_state[mesh_dims[0]]]
-            collective = _COLLECTIVE_BY_LETTERS.get(letters, "")
+            collective = _COLLECTIVE_BY_LETTERS.get(
+                self.letters[state[mesh_dims[0]]] + self.letters[next_state[mesh_dims[0]]], ""
+            )
             ranks = math.prod(self.sizes[d] for d in mesh_dims)
             sent = self._local_gib(state) * GIB * (ranks if collective == "all_gather" else 1)
             transitions.append(
@@ -388,8 +398,13 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
     for current, target in zip(src, dst, strict=True):
         if target.is_partial() and not current.is_replicate() and current != target:
             return math.inf
-    itemsize = _tensor_meta(current_spec).dtype.itemsize
-    chain = ChainSearch(current_spec.shape, itemsize, src, dst, topology_of(current_spec.mesh)).cheapest()
+    chain = ChainSearch(
+        current_spec.shape,
+        _tensor_meta(current_spec).dtype.itemsize,
+        src,
+        dst,
+        topology_of(current_spec.mesh),
+    ).cheapest()
     return math.inf if chain is None else sum(step.us for step in chain)
 
 
@@ -418,5 +433,10 @@ def one_step_redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSp
     if any(p.is_shard() and p.dim in sharded_dims for p in src[mesh_dim + 1 :]):
         return math.inf
     topo = topology_of(current_spec.mesh)
-    gib = local_gib(current_spec.shape, _tensor_meta(current_spec).dtype.itemsize, src, topo.mesh_dim_devices)
-    return transition_cost(src[mesh_dim], dst[mesh_dim], gib, topo, mesh_dim)
+    return transition_cost(
+        src[mesh_dim],
+        dst[mesh_dim],
+        local_gib(current_spec.shape, _tensor_meta(current_spec).dtype.itemsize, src, topo.mesh_dim_devices),
+        topo,
+        mesh_dim,
+    )

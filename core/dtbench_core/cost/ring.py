@@ -69,8 +69,9 @@ def guessed_links(shape: Sequence[int], devices_per_host: int) -> list[RingLink]
     A mesh dim crosses hosts if it and the dims inside it have more ranks than a host has devices. The actual hosts of
     the ranks are not considered.
     """
-    ranks_from_dim = [math.prod(shape[dim:]) for dim in range(len(shape))]
-    return [INTER_HOST if ranks > devices_per_host else INTRA_HOST for ranks in ranks_from_dim]
+    return [
+        INTER_HOST if math.prod(shape[dim:]) > devices_per_host else INTRA_HOST for dim in range(len(shape))
+    ]
 
 
 class Ring(NamedTuple):
@@ -91,8 +92,7 @@ class Ring(NamedTuple):
     def us(self, gib: float, trips: int = 1) -> float:
         """Returns the microseconds for `gib` GiB that pass around the ring `trips` times."""
         hops = trips * (self.ranks - 1)
-        seconds = (gib * hops / self.ranks) / self.bandwidth
-        return self.base_us + hops * self.latency_us + seconds * 1e6
+        return self.base_us + hops * self.latency_us + gib * hops / self.ranks / self.bandwidth * 1e6
 
     def collective_us(self, collective: str, size_bytes: float) -> float:
         """Returns the microseconds of a collective, given its name and size."""

@@ -204,10 +204,12 @@ class Topology:
             raise TopologyError(
                 f"{source}: got dims {names}, expected each name once: remove the repeated ones"
             )
-        base = _number(
-            content.get("base_latency_us", BASE_LATENCY_US), f"{source}: base_latency_us", zero=True
+        return cls(
+            source,
+            str(content.get("device_type", "")),
+            _number(content.get("base_latency_us", BASE_LATENCY_US), f"{source}: base_latency_us", zero=True),
+            parsed,
         )
-        return cls(source, str(content.get("device_type", "")), base, parsed)
 
     def constants(self, dims: Sequence[tuple[str, int]]) -> MeshConstants:
         """Returns the constants of a mesh, which need not exist.
@@ -222,8 +224,7 @@ class Topology:
         known_dims = []
         for name, size in dims:
             # A mesh dim of one rank sends nothing, so it is not measured and may be missing in the file.
-            unmeasured = DimConstants(name, 1, math.inf, 0.0) if size == 1 else None
-            dim = measured_dims.get((name, size), unmeasured)
+            dim = measured_dims.get((name, size), DimConstants(name, 1, math.inf, 0.0) if size == 1 else None)
             if dim is None:
                 raise TopologyError(
                     f"{self.source} holds {self.describe_dims()}, not the mesh dim {name}={size}: "
@@ -303,8 +304,10 @@ def read_curve(content: object, field_path: str) -> Curve:
     rows = [row if isinstance(row, Mapping) else {} for row in table]
     sizes = [_number(r.get("size_bytes"), f"{field_path}.table[{i}].size_bytes") for i, r in enumerate(rows)]
     times = [_number(r.get("time_us"), f"{field_path}.table[{i}].time_us") for i, r in enumerate(rows)]
-    pairs = itertools.pairwise(zip(sizes, times, strict=True))
-    if any(size >= next_size or us > next_us for (size, us), (next_size, next_us) in pairs):
+    if any(
+        size >= next_size or us > next_us
+        for (size, us), (next_size, next_us) in itertools.pairwise(zip(sizes, times, strict=True))
+    ):
         raise TopologyError(
             f"{field_path}.table: got sizes or times out of order, expected larger sizes that take no less time: "
             "calibrate again"

@@ -165,8 +165,9 @@ def _result_as_dtensor(
     if all(tensor._spec.is_even() for tensor in inputs) or info.coordinate is None:
         return DTensor.from_local(local, mesh, placements)
     shape, placed = joined_layout(local, info, normalize(placements, local.ndim, info))
-    spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)
-    return wrapped(local.contiguous(), spec)
+    return wrapped(
+        local.contiguous(), DTensorSpec.of(info, placed, shape, contiguous_stride(shape), local.dtype)
+    )
 
 
 def _name_of(func: Call) -> str:

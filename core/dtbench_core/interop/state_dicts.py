@@ -179,8 +179,11 @@ def _sharding_dtensors(function: Call) -> Call:
     @functools.wraps(function)
     def shard(full: Any, local: dict[str, Any], *args: object, **options: object) -> Any:
         # The third argument may be a list of the names to replace.
-        names = args[0] if args and isinstance(args[0], list) else list(local)
-        dtensors = {name: local[name] for name in names if isinstance(local.get(name), DTensor)}
+        dtensors = {
+            name: local[name]
+            for name in (args[0] if args and isinstance(args[0], list) else list(local))
+            if isinstance(local.get(name), DTensor)
+        }
         result = function(full, local, *args, **options)
         for name, dtensor in dtensors.items():
             tensor = local.get(name)

@@ -139,8 +139,13 @@ def _spec_of(tensor: TorchDTensor) -> DTensorSpec:
             f"from_torch got {torch_spec}, whose mesh dims split a tensor dim in the order {orders}, expected the "
             "outer mesh dim first: redistribute it before, without shard_order"
         )
-    placements = normalize(torch_spec.placements, len(torch_spec.shape), info, torch_spec.shape)
-    spec = DTensorSpec.of(info, placements, torch_spec.shape, torch_spec.stride, tensor.dtype)
+    spec = DTensorSpec.of(
+        info,
+        normalize(torch_spec.placements, len(torch_spec.shape), info, torch_spec.shape),
+        torch_spec.shape,
+        torch_spec.stride,
+        tensor.dtype,
+    )
     local_shape = tuple(tensor._local_tensor.shape)
     if info.coordinate is not None and local_shape != spec.local_shape:
         raise LayoutError(
@@ -156,11 +161,18 @@ def _to_torch(tensor: DTensor, placements: tuple[Any, ...], *, view: bool) -> To
     from torch.distributed.tensor import _dtensor_spec
 
     spec = tensor._spec
-    meta = _dtensor_spec.TensorMeta(spec.shape, spec.stride, spec.dtype)
-    torch_spec = _dtensor_spec.DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+    torch_spec = _dtensor_spec.DTensorSpec(
+        spec.mesh, placements, tensor_meta=_dtensor_spec.TensorMeta(spec.shape, spec.stride, spec.dtype)
+    )
     local = tensor._local_tensor.detach()
-    result = TorchDTensorClass(local, torch_spec, requires_grad=False)
-    return _with_shared_version(tensor, TorchDTensorClass, result, local, torch_spec, view)
+    return _with_shared_version(
+        tensor,
+        TorchDTensorClass,
+        TorchDTensorClass(local, torch_spec, requires_grad=False),
+        local,
+        torch_spec,
+        view,
+    )
 
 
 def _from_torch(tensor: TorchDTensor, spec: DTensorSpec, *, view: bool) -> DTensor:
@@ -194,8 +206,7 @@ class ToTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: TorchDTensor) -> tuple[DTensor, None]:
-        placements = placements_of_gradient(ctx.spec.placements)
-        return from_torch(grad).redistribute(placements=placements), None
+        return from_torch(grad).redistribute(placements=placements_of_gradient(ctx.spec.placements)), None
 
 
 class FromTorch(torch.autograd.Function):

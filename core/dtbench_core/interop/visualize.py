@@ -76,8 +76,13 @@ def _segments(spec: DTensorSpec, dim: int) -> list[Segment]:
     runs = []
     for index in itertools.product(*(range(info.sizes[d]) for d in sharding_dims)):
         owner = tuple(zip(sharding_dims, index, strict=True))
-        coordinate = tuple(dict(owner).get(d, 0) for d in range(info.ndim))
-        for offset, length in runs_of_rank(spec.shape[dim], dim, spec.placements, info.sizes, coordinate):
+        for offset, length in runs_of_rank(
+            spec.shape[dim],
+            dim,
+            spec.placements,
+            info.sizes,
+            tuple(dict(owner).get(d, 0) for d in range(info.ndim)),
+        ):
             runs.append((offset, length, owner))
     return [Segment(f"{offset}:{offset + n}", n, owner) for offset, n, owner in sorted(runs) if n]
 
@@ -90,8 +95,12 @@ def planes(spec: DTensorSpec) -> Iterator[Plane]:
     *outer, rows, columns = missing_dim * (2 - spec.ndim) + [_segments(spec, d) for d in range(spec.ndim)]
     for outer_cell in itertools.product(*outer):
         title = f"[{', '.join([*(segment.label for segment in outer_cell), ':', ':'])}]" if outer_cell else ""
-        ranks = [[_ranks_of(spec, (*outer_cell, row, column)) for column in columns] for row in rows]
-        yield Plane(title, rows, columns, ranks)
+        yield Plane(
+            title,
+            rows,
+            columns,
+            [[_ranks_of(spec, (*outer_cell, row, column)) for column in columns] for row in rows],
+        )
 
 
 def _ranks_of(spec: DTensorSpec, cell: Sequence[Segment]) -> list[int]:
@@ -111,10 +120,11 @@ def _notes(spec: DTensorSpec) -> list[str]:
     if spec.has_partial():
         notes.append("Partial: each rank of a cell holds a term, not the value")
     sizes = spec.info.sizes
-    members = zip(spec.mesh.mesh.flatten().tolist(), itertools.product(*map(range, sizes)), strict=True)
     empty = [
         rank
-        for rank, coordinate in members
+        for rank, coordinate in zip(
+            spec.mesh.mesh.flatten().tolist(), itertools.product(*map(range, sizes)), strict=True
+        )
         if 0 in local_extents(spec.shape, spec.placements, sizes, coordinate)[0]
     ]
     return [*notes, f"empty: {name_ranks(empty)}"] if empty else notes
@@ -225,12 +235,15 @@ def sharding_svg(dtensor: DTensor, header: str = "") -> str:
         drawing.line(note)
     width, height = round(drawing.width + 2 * MARGIN), round(drawing.y + MARGIN)
     frame = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
-        f"<title>{html.escape(header or repr(spec))}</title>",
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-    ]
-    return "\n".join([*lines, *drawing.body, "</svg>"])
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {frame} role="img" font-family="monospace">',
+            f"<title>{html.escape(header or repr(spec))}</title>",
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            *drawing.body,
+            "</svg>",
+        ]
+    )
 
 
 def _segment_sizes(row: Sequence[Segment], minimum_sizes: Sequence[float], available: float) -> list[float]:

@@ -66,8 +66,11 @@ def known_lengths_of(module: object, mesh: DeviceMesh, layout: Placement) -> Kno
 
     None in a compiled graph, and for a layout that does not shard.
     """
-    may_differ = layout.is_shard() and not is_dynamo_compiling()
-    return mesh_info(mesh).known_lengths.setdefault(module, {}) if may_differ else None
+    return (
+        mesh_info(mesh).known_lengths.setdefault(module, {})
+        if layout.is_shard() and not is_dynamo_compiling()
+        else None
+    )
 
 
 @in_graph

@@ -73,8 +73,9 @@ class PairwiseParallel(ParallelStyle):
         layout = single_placement(input_layouts or Replicate(), "input_layouts")
         output_placement = single_placement(output_layouts or Replicate(), "output_layouts")
         # A replicated input need not be redistributed.
-        placement = None if layout == Replicate() else Replicate()
-        self.prepare_input = prepare_input or partial(input_as_dtensor, layout=layout, placement=placement)
+        self.prepare_input = prepare_input or partial(
+            input_as_dtensor, layout=layout, placement=None if layout == Replicate() else Replicate()
+        )
         self.prepare_output = prepare_output or partial(
             _default_output, placement=output_placement, local=use_local_output
         )
@@ -104,12 +105,11 @@ class PairwiseParallel(ParallelStyle):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
             inner_input: Convert = partial(_inner_input, Shard(-1) if index % 2 else Replicate())
-            inner_output: Convert | None = _inner_output if index % 2 else None
             style.shard(
                 linear,
                 mesh,
                 inner_input if index else prepare_input,
-                prepare_output if index == len(linears) - 1 else inner_output,
+                prepare_output if index == len(linears) - 1 else (_inner_output if index % 2 else None),
             )
 
 

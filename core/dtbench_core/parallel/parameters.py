@@ -116,9 +116,9 @@ def place_parameter(
     info = mesh_info(mesh)
     replacement: nn.Parameter | None = _placed_parameters.get(original)
     if replacement is None:
-        dtensor = distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank)
         replacement = _placed_parameters[original] = nn.Parameter(
-            dtensor, requires_grad=original.requires_grad
+            distribute_tensor(original.detach(), mesh, [placement], src_data_rank=src_data_rank),
+            requires_grad=original.requires_grad,
         )
     elif (
         not isinstance(replacement, DTensor)

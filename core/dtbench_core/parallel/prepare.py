@@ -86,10 +86,11 @@ class PrepareModuleInput(ParallelStyle):
                 "input_layouts, expected one layout per input: pass None for inputs to leave unchanged, and name "
                 "keyword inputs in input_kwarg_layouts"
             )
-        triples = zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
         converted = [
             convert(value, layout, desired, f"input {i}")
-            for i, (value, layout, desired) in enumerate(triples)
+            for i, (value, layout, desired) in enumerate(
+                zip(inputs, self.input_layouts, self.desired_input_layouts, strict=True)
+            )
         ]
         return tuple(converted), converted_kwargs
 
@@ -128,10 +129,11 @@ class PrepareModuleOutput(ParallelStyle):
                 "output_layouts, expected one layout per output: pass None for outputs to leave unchanged"
             )
         convert = partial(_convert, module, mesh, self.use_local_output)
-        triples = zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
         converted = [
             convert(value, layout, desired, f"output {i}")
-            for i, (value, layout, desired) in enumerate(triples)
+            for i, (value, layout, desired) in enumerate(
+                zip(values, self.output_layouts, self.desired_output_layouts, strict=True)
+            )
         ]
         if not is_sequence:
             return converted[0]
@@ -200,8 +202,11 @@ def _convert(
             f"{name} is {type(value).__name__}, expected a tensor, since its layout is {layout}: pass None as "
             "its layout"
         )
-    lengths = known_lengths_of(module, mesh, layout)
-    tensor = value if isinstance(value, DTensor) else dtensor_from_parts(value, mesh, layout, lengths, name)
+    tensor = (
+        value
+        if isinstance(value, DTensor)
+        else dtensor_from_parts(value, mesh, layout, known_lengths_of(module, mesh, layout), name)
+    )
     if desired is not None:
         tensor = redistributed(tensor, (desired,))
     return with_recorded_length(tensor).to_local() if use_local else tensor
@@ -210,8 +215,10 @@ def _convert(
 def _as_tuple(layouts: Layouts, argument: str) -> LayoutTuple:
     if layouts is None:
         return None
-    values = tuple(layouts) if isinstance(layouts, Sequence) else (layouts,)
-    return tuple(None if layout is None else single_placement(layout, argument) for layout in values)
+    return tuple(
+        None if layout is None else single_placement(layout, argument)
+        for layout in (tuple(layouts) if isinstance(layouts, Sequence) else (layouts,))
+    )
 
 
 def _checked_by_name(layouts: Mapping[str, Placement] | None, argument: str) -> dict[str, Placement]:

@@ -120,8 +120,9 @@ def _shard_parameter(
     placed = normalize(
         on_all_dims(_placement_along(shape, other_placement, mesh, shard_dim)), len(shape), info, shape
     )
-    spec = DTensorSpec.of(info, on_all_dims(REPLICATE), shape, contiguous_stride(shape), parameter.dtype)
-    shard = wrapped(local, spec).redistribute(placements=placed)
+    shard = wrapped(
+        local, DTensorSpec.of(info, on_all_dims(REPLICATE), shape, contiguous_stride(shape), parameter.dtype)
+    ).redistribute(placements=placed)
     layout = _ParameterLayout(on_all_dims(REPLICATE), on_all_dims(Partial(reduce_op)), module_spec)
     return nn.Parameter(shard, parameter.requires_grad), layout
 
@@ -131,8 +132,7 @@ def _placement_along(shape: torch.Size, placement: Placement, mesh: DeviceMesh, 
     size = mesh.size(shard_dim)
     unsharded = [dim for dim in range(len(shape)) if not placement.is_shard(dim)]
     if unsharded:
-        divisible = [dim for dim in unsharded if shape[dim] % size == 0]
-        return Shard((divisible or unsharded)[0])
+        return Shard(([dim for dim in unsharded if shape[dim] % size == 0] or unsharded)[0])
     if not shape:  # a single number
         return REPLICATE
     if shard_dim == 1:  # the inner mesh dim shards each shard of the outer dim, as a second Shard does

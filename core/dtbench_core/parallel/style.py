@@ -100,8 +100,13 @@ def _layer_input(
     if features and layouts == (Shard(tensor.ndim - 1),):
         # The layer determines the whole size, so uneven shards need no exchange of lengths.
         shape = (*tensor.shape[:-1], features)
-        spec = DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), tensor.dtype)
-        return redistributed(wrapped(tensor.contiguous(), spec), (placement,))
+        return redistributed(
+            wrapped(
+                tensor.contiguous(),
+                DTensorSpec.of(mesh, layouts, shape, contiguous_stride(shape), tensor.dtype),
+            ),
+            (placement,),
+        )
     return redistributed(dtensor_from_parts(tensor, mesh, layouts[0], known_lengths), (placement,))
 
 
@@ -136,8 +141,12 @@ class LayerStyle(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        prepare_input = partial(self._prepare_input, placement=self._sharding_of(module).input)
-        return self.shard(module, device_mesh, prepare_input, self._prepare_output)
+        return self.shard(
+            module,
+            device_mesh,
+            partial(self._prepare_input, placement=self._sharding_of(module).input),
+            self._prepare_output,
+        )
 
     def _sharding_of(self, module: nn.Module) -> _Sharding:
         name = type(self).__name__
@@ -181,8 +190,14 @@ class LayerStyle(ParallelStyle):
                 "expected one tensor: pass it by position"
             )
         features = getattr(module, "in_features", 0)
-        known_lengths = known_lengths_of(module, mesh, self.input_layouts[0])
-        return _layer_input(inputs[0], mesh, self.input_layouts, features, placement, known_lengths)
+        return _layer_input(
+            inputs[0],
+            mesh,
+            self.input_layouts,
+            features,
+            placement,
+            known_lengths_of(module, mesh, self.input_layouts[0]),
+        )
 
 
 class ColwiseParallel(LayerStyle):

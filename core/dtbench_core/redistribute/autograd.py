@@ -93,5 +93,8 @@ def cast_dtype(tensor: Wrapper, dtype: torch.dtype) -> Wrapper:
     """Casts the shards of `tensor` to another dtype, outside autograd."""
     spec = tensor._spec
     stride = preserved_stride(tuple(spec.shape), spec.stride)
-    cast = DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype, spec.order)
-    return wrap(tensor.viewed, tensor._local_tensor.to(dtype), cast)
+    return wrap(
+        tensor.viewed,
+        tensor._local_tensor.to(dtype),
+        DTensorSpec.of(spec.info, spec.placements, spec.shape, stride, dtype, spec.order),
+    )

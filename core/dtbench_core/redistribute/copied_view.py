@@ -246,8 +246,11 @@ def store_to_base(view: Any) -> None:
     while is_copied(view) and view._origin is not None:
         owner, _, _, gathered, spec, local = view._origin
         if gathered.local is not local:
-            source = spec.with_placements(gathered.placements)
-            local.copy_(run_route(gathered.local, cheapest_route(source, spec.placements)))
+            local.copy_(
+                run_route(
+                    gathered.local, cheapest_route(spec.with_placements(gathered.placements), spec.placements)
+                )
+            )
             count_for_borrowers(owner)
         view = owner
 

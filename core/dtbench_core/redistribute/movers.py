@@ -84,8 +84,7 @@ def make_mover(step: Exchange) -> Mover:
 def _make_sender(step: Exchange) -> Mover:
     src, dst = step.src[0], step.dst[0]
     if isinstance(src, Partial):
-        reduction = _make_reduce_scatter if isinstance(dst, Shard) else _make_all_reduce
-        return reduction(step, src.reduce_op)
+        return (_make_reduce_scatter if isinstance(dst, Shard) else _make_all_reduce)(step, src.reduce_op)
     if dst.is_replicate():
         return _make_even_gather(step) if _is_even(step, step.src) else _make_padded_gather(step)
     return (
@@ -267,10 +266,9 @@ def _make_padded_gather(step: Exchange) -> Mover:
         gathered = _gather_any_dtype(padded(local, dim, longest), stacked, group)
         if reorder is None and rows_first:  # all padding follows the last element
             return gathered.view(joined).narrow(dim, 0, shape[dim])
-        parts_by_rank = [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [
-            gathered[0]
-        ]
-        joined_parts = torch.cat(parts_by_rank, dim)
+        joined_parts = torch.cat(
+            [gathered[rank].narrow(dim, 0, n) for rank, n in enumerate(lengths) if n] or [gathered[0]], dim
+        )
         return joined_parts if reorder is None else reorder(joined_parts)
 
     return gather
@@ -358,8 +356,9 @@ def _reduce_extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.T
     sign = 1 if op == "max" else -1
     terms = local.to(_reduction_dtype(local.dtype))
     nan = terms.isnan()
-    values = terms.masked_fill(nan, -sign * math.inf)
-    reduced = comm.reduced(torch.stack([values, nan.to(terms.dtype) * sign]), group, op)
+    reduced = comm.reduced(
+        torch.stack([terms.masked_fill(nan, -sign * math.inf), nan.to(terms.dtype) * sign]), group, op
+    )
     return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(local.dtype)
 
 
@@ -428,8 +427,9 @@ def _make_even_all_to_all(step: Exchange) -> Mover:
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
         sent = _to_transport(sent_layout.pack(local))
-        received = comm.exchanged(sent, (sent.numel(),), group)
-        return received_layout.unpack(_from_transport(received, local.dtype))
+        return received_layout.unpack(
+            _from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype)
+        )
 
     return exchange
 
@@ -465,8 +465,13 @@ def _make_uneven_all_to_all(step: Exchange) -> Mover:
         if even:
             joined = received.view(stacked).transpose(0, 1).reshape(received_shape)
         else:
-            pieces = zip(received.split(sizes), src_lengths, strict=True)
-            joined = torch.cat([flat.view(own_length, n, *batch_shape) for flat, n in pieces], 1)
+            joined = torch.cat(
+                [
+                    flat.view(own_length, n, *batch_shape)
+                    for flat, n in zip(received.split(sizes), src_lengths, strict=True)
+                ],
+                1,
+            )
         joined = joined.permute(inverse_order).contiguous()
         return joined if reorder is None else reorder(joined)
 

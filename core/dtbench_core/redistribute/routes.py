@@ -236,8 +236,12 @@ def route_along(src: DTensorSpec, transitions: Sequence[Transition]) -> Route:
     coordinate = info.coordinate or (0,) * info.ndim
     steps, state = [], list(src.placements)
     for mesh_dims, step_src, step_dst, collective, nbytes, us in transitions:
-        shared = [REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]
-        shape, _ = local_extents(src.shape, tuple(shared), info.sizes, coordinate)
+        shape, _ = local_extents(
+            src.shape,
+            tuple([REPLICATE if d in mesh_dims else placement for d, placement in enumerate(state)]),
+            info.sizes,
+            coordinate,
+        )
         steps.append(RedistributeStep(mesh_dims, step_src, step_dst, shape, collective, nbytes, us))
         for mesh_dim, placement in zip(mesh_dims, step_dst, strict=True):
             state[mesh_dim] = placement

@@ -49,17 +49,20 @@ def attention(call: OpCall) -> Strategy:
         # torch 2.11's meta kernel returns float32, but the CPU kernel does so only for dtypes below float64.
         call.outputs = (output, logsumexp._replace(dtype=torch.float64))
     query, key, value, *mask = call.inputs
-    rows = [
-        PlacementRow(
-            (*(Shard(d),) * 3, *(broadcast_placement(m, d, query.shape) for m in mask)),
-            (*(Shard(d),) * 2, *(REPLICATE,) * len(replicated_outputs)),
-            nonempty=() if for_cpu else ((0, d),),
-        )
-        for d in (
-            [] if call.arguments().get("return_debug_mask") else _shardable_dims(call, query, key, value)
-        )
-    ]
-    return Strategy(rows, localize=_skip_empty_shard if for_cpu else None, any_lengths=for_cpu)
+    return Strategy(
+        [
+            PlacementRow(
+                (*(Shard(d),) * 3, *(broadcast_placement(m, d, query.shape) for m in mask)),
+                (*(Shard(d),) * 2, *(REPLICATE,) * len(replicated_outputs)),
+                nonempty=() if for_cpu else ((0, d),),
+            )
+            for d in (
+                [] if call.arguments().get("return_debug_mask") else _shardable_dims(call, query, key, value)
+            )
+        ],
+        localize=_skip_empty_shard if for_cpu else None,
+        any_lengths=for_cpu,
+    )
 
 
 def _skip_empty_shard(placed: PlacedSpecs) -> Call | None:

@@ -57,14 +57,19 @@ def cumsum(call: OpCall) -> Strategy:
 
 @rule(aten.flip.default)
 def flip(call: OpCall) -> Strategy:
-    flipped = [d % max(call.inputs[0].ndim, 1) for d in call["dims"]]
-    return Strategy([*shard_rows_except(call, flipped), *linear_rows(call, 1, ops=REDUCE_OPS)])
+    return Strategy(
+        [
+            *shard_rows_except(call, [d % max(call.inputs[0].ndim, 1) for d in call["dims"]]),
+            *linear_rows(call, 1, ops=REDUCE_OPS),
+        ]
+    )
 
 
 @rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def fourier(call: OpCall) -> Strategy:
-    transformed = {d % call.inputs[0].ndim for d in call["dim"]}
-    return Strategy([*shard_rows_except(call, transformed), *linear_rows(call, 1)])
+    return Strategy(
+        [*shard_rows_except(call, {d % call.inputs[0].ndim for d in call["dim"]}), *linear_rows(call, 1)]
+    )
 
 
 @rule(*ops_named(REPORTING + MATRICES))

@@ -56,8 +56,11 @@ def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Plac
         return Shard(0) if tuple(shape) == (channels,) else REPLICATE
 
     inputs = tuple(place(spec.shape) for spec in specs)
-    results = tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs)
-    return PlacementRow(inputs, results, nonempty=((data, CHANNEL),))
+    return PlacementRow(
+        inputs,
+        tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
+        nonempty=((data, CHANNEL),),
+    )
 
 
 def _reduced_dims(data: Any) -> list[int]:
@@ -93,8 +96,13 @@ def batch_norm(call: OpCall) -> Strategy:
     by_channel = _channel_row(call.inputs, call.outputs)
     if _is_training(call.op, call.arguments()):
         # Shard by channel on the mesh dims where the data is sharded by channel: then no written tensor moves.
-        placed = [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
-        return Strategy([], exact_placements=placements_by_tensor(placed), localize=lambda _: call.op)
+        return Strategy(
+            [],
+            exact_placements=placements_by_tensor(
+                [by_channel if p.is_shard() else replicated_row(call) for p in call.inputs[0].placements]
+            ),
+            localize=lambda _: call.op,
+        )
     rows = [by_channel]
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
     rows += [
@@ -235,8 +243,7 @@ def _forward(op: OpOverload, *args: object, **kwargs: object) -> Value:
         return NotImplemented
     momentum, eps = get("momentum", get("exponential_average_factor")), get("eps", get("epsilon"))
     results = _normalize(data, get("weight"), get("bias"), running, train, momentum or 0.0, eps)
-    reserves = len(op._schema.returns) == 4
-    return (*results, data.new_empty((0,), dtype=torch.uint8)) if reserves else results
+    return (*results, data.new_empty((0,), dtype=torch.uint8)) if len(op._schema.returns) == 4 else results
 
 
 @decomposition(*BACKWARD, aten.cudnn_batch_norm_backward.default, with_op=True)
@@ -250,5 +257,6 @@ def _backward(op: OpOverload, *args: object, **kwargs: object) -> Value:
     if op in BACKWARD and (not train or (_is_sharded_by_channel(data) and _is_sharded_by_channel(grad))):
         return NotImplemented
     inverse = get("save_invstd") if get("save_invstd") is not None else get("save_var")
-    mask = get("output_mask") or (True, True, True)
-    return _gradients(grad, data, weight, get("save_mean"), inverse, train, mask)
+    return _gradients(
+        grad, data, weight, get("save_mean"), inverse, train, get("output_mask") or (True, True, True)
+    )

@@ -63,8 +63,14 @@ def _choose_from(
     for mesh_dim, layouts in enumerate(special_layouts):
         rows = [*_restate_rows(call, strategy, layouts), *plain] if layouts else plain
         current = tuple(spec.placements[mesh_dim] for spec in call.inputs)
-        candidates = rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]]
-        row = _cheapest_row(call, candidates, current, mesh_dim, lengths, written)
+        row = _cheapest_row(
+            call,
+            rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]],
+            current,
+            mesh_dim,
+            lengths,
+            written,
+        )
         if row is None:
             return None
         lengths.split(row, info.sizes[mesh_dim])
@@ -87,8 +93,9 @@ def _restate_rows(call: OpCall, strategy: Strategy, layouts: Sequence[Shard]) ->
     """Returns the rows with each special layout instead of Shard, where that is valid. See Note [Special layouts]."""
     restated = []
     for layout in layouts:
-        any_cut = strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))
-        if (strategy.localize or strategy.local_op) and not any_cut:
+        if (strategy.localize or strategy.local_op) and not (
+            strategy.any_lengths and (strategy.local_op or isinstance(layout, RaggedShard))
+        ):
             continue
         for row in strategy.rows:
             lengths = {
@@ -211,8 +218,10 @@ class _DimLengths:
 
     def __init__(self, call: OpCall) -> None:
         inputs = [[(n, n) for n in spec.shape] for spec in call.inputs]
-        outputs = [[(n, n) for n in meta.shape] if meta is not None else [] for meta in call.outputs]
-        self._dims = (inputs, outputs)
+        self._dims = (
+            inputs,
+            [[(n, n) for n in meta.shape] if meta is not None else [] for meta in call.outputs],
+        )
 
     def _tensor(self, index: int) -> list[tuple[int, int]]:
         inputs, outputs = self._dims

@@ -192,10 +192,16 @@ def _loss(
     normalizer = sums[0].log()
     loss = weights * (normalizer - sums[1])
     if smoothing:
-        total = _total_weight(weight, classes)
-        loss = (1 - smoothing) * loss + smoothing / classes * (total * normalizer - sums[2])
-    invalid = valid & ((target < 0) | (target >= classes))
-    return torch.stack([torch.where(valid, loss, 0.0), weights, invalid.to(sums.dtype)])
+        loss = (1 - smoothing) * loss + smoothing / classes * (
+            _total_weight(weight, classes) * normalizer - sums[2]
+        )
+    return torch.stack(
+        [
+            torch.where(valid, loss, 0.0),
+            weights,
+            (valid & ((target < 0) | (target >= classes))).to(sums.dtype),
+        ]
+    )
 
 
 def _gradient(
@@ -228,8 +234,11 @@ def _gradient(
     if count:
         local_target = target - first
         is_local = (local_target >= 0) & (local_target < count)
-        index = local_target.clamp(0, count - 1).unsqueeze(dim)
-        result.scatter_add_(dim, index, torch.where(is_local, -target_weight, 0.0).unsqueeze(dim))
+        result.scatter_add_(
+            dim,
+            local_target.clamp(0, count - 1).unsqueeze(dim),
+            torch.where(is_local, -target_weight, 0.0).unsqueeze(dim),
+        )
     # Multiplying with 0 instead would give NaN for an infinite gradient.
     scale, counts = grad.to(dtype).expand(target.shape).unsqueeze(dim), valid.unsqueeze(dim)
     return torch.where(counts, result * scale, 0.0).to(logits.dtype)
@@ -290,15 +299,19 @@ def _(call: OpCall) -> Strategy:
 def _(call: OpCall) -> Strategy:
     logits, samples = _dim_labels(call, 0)
     weight = ["."] * (len(call.inputs) - 3)
-    rows = label_rows(samples + "C", [logits, samples, samples, *weight], ["." + samples], SUM)
-    return Strategy(rows, localize=_localize_first_class(_sums, 0, call["dim"]), any_lengths=True)
+    return Strategy(
+        label_rows(samples + "C", [logits, samples, samples, *weight], ["." + samples], SUM),
+        localize=_localize_first_class(_sums, 0, call["dim"]),
+        any_lengths=True,
+    )
 
 
 @rule(class_loss)
 def _(call: OpCall) -> Strategy:
     samples = free_labels(call.inputs[1].ndim)
-    weight = ["."] * (len(call.inputs) - 2)
-    return Strategy(label_rows(samples, ["." + samples, samples, *weight], ["." + samples]))
+    return Strategy(
+        label_rows(samples, ["." + samples, samples, *(["."] * (len(call.inputs) - 2))], ["." + samples])
+    )
 
 
 @rule(class_gradient)
@@ -306,8 +319,11 @@ def _(call: OpCall) -> Strategy:
     logits, samples = _dim_labels(call, 1)
     grad = samples if call.inputs[0].ndim else ""
     weight = ["."] * (len(call.inputs) - 5)
-    rows = label_rows(samples + "C", [grad, logits, samples, "." + samples, samples, *weight], [logits])
-    return Strategy(rows, localize=_localize_first_class(_gradient, 1, call["dim"]), any_lengths=True)
+    return Strategy(
+        label_rows(samples + "C", [grad, logits, samples, "." + samples, samples, *weight], [logits]),
+        localize=_localize_first_class(_gradient, 1, call["dim"]),
+        any_lengths=True,
+    )
 
 
 def _localize_first_class(

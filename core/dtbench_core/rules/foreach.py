@@ -55,10 +55,9 @@ OVERLOADS = {
 
 
 def _overloads(names: Sequence[str]) -> list[OpOverload]:
-    packets = [getattr(aten, name) for name in names if hasattr(aten, name)]
     ops = [
         getattr(packet, overload)
-        for packet in packets
+        for packet in [getattr(aten, name) for name in names if hasattr(aten, name)]
         for overload in packet.overloads()
         if "out" not in overload
     ]
@@ -92,8 +91,10 @@ class _ForeachArguments:
         self.lists: dict[str, range] = {}
         self.shared: list[int] = []
         used = 0
-        positional = [(call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)]
-        for name, value in [*positional, *((n, call.kwargs[n]) for n in sorted(call.kwargs))]:
+        for name, value in [
+            *((call.op._schema.arguments[i].name, a) for i, a in enumerate(call.args)),
+            *((n, call.kwargs[n]) for n in sorted(call.kwargs)),
+        ]:
             if isinstance(value, (list, tuple)) and value and isinstance(value[0], DTensorSpec):
                 self.lists[name] = range(used, used + len(value))
                 used += len(value)
@@ -142,14 +143,16 @@ def _place_column(
     numbers = not all(isinstance(a, (list, tuple, DTensorSpec)) for a in call.args)
     takes_numbers = numbers or call.op._overloadname == "ScalarList"
     column = OpCall(single, (*column_inputs, *((0,) if takes_numbers else ())), {}, column_inputs, (meta,))
-    strategy = rule_of_single(column)
     # Tensors that all columns share are replicated.
-    rows = [row for row in strategy.rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])]
+    rows = [
+        row for row in rule_of_single(column).rows if all(p == REPLICATE for p in row.inputs[len(inputs) :])
+    ]
     if in_place:  # the result is the first input; zeros may have any placement
         rows = [r for r in rows if r.inputs[0] == r.outputs[0] or single is aten.zeros_like.default]
         rows = [PlacementRow(r.inputs, r.inputs[:1], r.even, r.nonempty) for r in rows]
-    current = inputs[0].placements if in_place else None
-    chosen = choose_rows(column, Strategy(rows), (0,) if in_place else (), result=current)
+    chosen = choose_rows(
+        column, Strategy(rows), (0,) if in_place else (), result=inputs[0].placements if in_place else None
+    )
     if chosen is None:
         return None
     placed, results = placements_by_tensor(chosen)
@@ -170,10 +173,9 @@ def _run_by_mesh(op: OpOverload, *args: Value, **options: Any) -> Value:
     count = len(lists[0])
     if any(len(a) != count for a in lists):
         return NotImplemented  # torch raises an error
-    columns = zip(*lists, strict=True)
     meshes = [
         next((tensor._spec.info for tensor in column if isinstance(tensor, Wrapper)), None)
-        for column in columns
+        for column in zip(*lists, strict=True)
     ]
     groups = [
         (mesh, [i for i, column_mesh in enumerate(meshes) if column_mesh is mesh])
@@ -276,8 +278,7 @@ def _step_on_copies(
         for tensor, copied in zip(state, copies, strict=True):
             # A state may be placed differently: a momentum is placed like its first gradient, maybe as a pending sum.
             if tensor is not copied:
-                restored = redistribute_tensor(copied, tensor._spec.placements)
-                tensor._local_tensor.copy_(restored._local_tensor)
+                tensor._local_tensor.copy_(redistribute_tensor(copied, tensor._spec.placements)._local_tensor)
                 increment_version((tensor,))
     return None
 
@@ -348,12 +349,18 @@ def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | Non
         return [wrap(cls, local.new_empty(0, dtype=dtype), norm_spec) for local in locals_]
     # The maximum of an empty shard is replaced by that of a 0, which is neutral because norms are not negative.
     nonempty_locals = [local if local.numel() else local.new_zeros(1) for local in locals_]
-    wide = torch.promote_types(dtype, torch.float32)
-    terms = torch.stack(torch._foreach_norm(nonempty_locals, ord, dtype=wide)).double()
+    terms = torch.stack(
+        torch._foreach_norm(nonempty_locals, ord, dtype=torch.promote_types(dtype, torch.float32))
+    ).double()
     largest = ord == math.inf
     kind = Partial("max" if largest else "sum")
-    placements = tuple(kind if p.is_shard() else REPLICATE for p in spec.placements)
-    pending = DTensorSpec.of(info, placements, (len(tensors),), (1,), torch.float64)
+    pending = DTensorSpec.of(
+        info,
+        tuple(kind if p.is_shard() else REPLICATE for p in spec.placements),
+        (len(tensors),),
+        (1,),
+        torch.float64,
+    )
     total = redistribute_tensor(
         wrap(cls, terms if largest else terms**ord, pending), replicated
     )._local_tensor
@@ -380,8 +387,9 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
         without_partial = [t for t in members if not t._spec.has_partial()]
         mesh_overflow = torch.zeros_like(overflow)
         if info.coordinate is not None and without_partial:
-            locals_ = [t._local_tensor for t in without_partial]
-            torch._amp_foreach_non_finite_check_and_unscale_(locals_, mesh_overflow, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [t._local_tensor for t in without_partial], mesh_overflow, factor
+            )
             increment_version(without_partial)
         split = [any(t._spec.placements[dim].is_shard() for t in without_partial) for dim in range(info.ndim)]
         placed = tuple(Partial("max") if cut else REPLICATE for cut in split)

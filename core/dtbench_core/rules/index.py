@@ -47,8 +47,14 @@ def embedding(call: OpCall) -> Strategy:
     If rows are sharded, each rank looks up its own rows and returns 0 for the others. The result is a pending sum.
     """
     lead = free_labels(call.inputs[1].ndim, skip="rw")
-    rows = label_rows(f"w{lead}r", ("rw", lead), (lead + "w",), SUM)
-    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)], localize=_lookup, any_lengths=True)
+    return Strategy(
+        [
+            *label_rows(f"w{lead}r", ("rw", lead), (lead + "w",), SUM),
+            *pending_rows(call, (0,), ops=REDUCE_OPS),
+        ],
+        localize=_lookup,
+        any_lengths=True,
+    )
 
 
 def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
@@ -79,8 +85,12 @@ def embedding_dense_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> gradient of the weight, a sum over the indices."""
     lead = free_labels(call.inputs[1].ndim, skip="rw")
     # Frequencies count all indices, so indices cannot be sharded then.
-    rows = label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM)
-    return Strategy([*rows, *pending_rows(call, (0,))])
+    return Strategy(
+        [
+            *label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM),
+            *pending_rows(call, (0,)),
+        ]
+    )
 
 
 # ---- x[i, j] and x[i, j] = y ----
@@ -91,14 +101,20 @@ def _index_layout(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Siz
     listed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     dims = [dim for dim, _ in listed]
     shape = torch.broadcast_shapes(*(index.shape for _, index in listed))
-    adjacent = dims == list(range(dims[0], dims[-1] + 1))
-    return dims, [index for _, index in listed], shape, dims[0] if adjacent else 0
+    return (
+        dims,
+        [index for _, index in listed],
+        shape,
+        dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0,
+    )
 
 
 def _batch_dims(call: OpCall, dims: list[int], shape: torch.Size, start: int) -> dict[int, int]:
     """Returns a map from the dims of self without index to dims of x[indices]."""
-    batch_dims = [d for d in range(call.inputs[0].ndim) if d not in dims]
-    return {d: i + (len(shape) if i >= start else 0) for i, d in enumerate(batch_dims)}
+    return {
+        d: i + (len(shape) if i >= start else 0)
+        for i, d in enumerate(d for d in range(call.inputs[0].ndim) if d not in dims)
+    }
 
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -143,9 +159,15 @@ def index_put(call: OpCall) -> Strategy:
     if call["accumulate"]:
         rows += pending_rows(call, (0, len(call.inputs) - 1))
         for dim in range(len(shape)):
-            placed = (broadcast_placement(i, dim, shape) for i in indices)
             rows.append(
-                PlacementRow((SUM, *placed, broadcast_placement(values, start + dim, values_shape)), (SUM,))
+                PlacementRow(
+                    (
+                        SUM,
+                        *(broadcast_placement(i, dim, shape) for i in indices),
+                        broadcast_placement(values, start + dim, values_shape),
+                    ),
+                    (SUM,),
+                )
             )
     return Strategy(rows)
 
@@ -194,8 +216,12 @@ def index_fill(call: OpCall) -> Strategy:
     rows = _batch_dim_rows(call)
     if len(call.inputs) == 3:
         return Strategy([*rows, *pending_rows(call, (0, 2), ops=("sum", "max", "min"))])
-    ops = ("sum", "max", "min") if call["value"] == 0 else ("max", "min")
-    return Strategy([*rows, *pending_rows(call, (0,), ops=ops)])
+    return Strategy(
+        [
+            *rows,
+            *pending_rows(call, (0,), ops=("sum", "max", "min") if call["value"] == 0 else ("max", "min")),
+        ]
+    )
 
 
 def _batch_dim_rows(call: OpCall, *, source: bool = False) -> list[PlacementRow]:
@@ -264,8 +290,7 @@ def scatter(call: OpCall) -> Strategy:
         ]
         rows = shard_rows_except(call, [picked, *partly_indexed], len(call.inputs))
     reduces = call.op in (aten.scatter_reduce.two, aten.scatter_reduce_.two)
-    adds = call["reduce"] == "sum" and call["include_self"] if reduces else call.op in SCATTER_ADD
-    if not adds:
+    if not (call["reduce"] == "sum" and call["include_self"] if reduces else call.op in SCATTER_ADD):
         return Strategy(rows)
     if self.ndim and same_dims and sources[0].shape[picked] == index.shape[picked]:
         rows.append(PlacementRow((SUM, Shard(picked), Shard(picked)), (SUM,)))
@@ -277,8 +302,12 @@ def scatter(call: OpCall) -> Strategy:
 
 @rule(aten.take.default)
 def take(call: OpCall) -> Strategy:
-    rows = [PlacementRow((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)]
-    return Strategy([*rows, *pending_rows(call, (0,), ops=REDUCE_OPS)])
+    return Strategy(
+        [
+            *(PlacementRow((REPLICATE, Shard(d)), (Shard(d),)) for d in range(call.inputs[1].ndim)),
+            *pending_rows(call, (0,), ops=REDUCE_OPS),
+        ]
+    )
 
 
 @rule(aten.put.default, aten.put_.default)
@@ -288,8 +317,9 @@ def put(call: OpCall) -> Strategy:
         return Strategy([])
     _, index, source = call.inputs
     dims = range(index.ndim) if index.shape == source.shape else ()
-    rows = [PlacementRow((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims]
-    return Strategy([*rows, *pending_rows(call, (0, 2))])
+    return Strategy(
+        [*(PlacementRow((SUM, Shard(d), Shard(d)), (SUM,)) for d in dims), *pending_rows(call, (0, 2))]
+    )
 
 
 @rule(aten.histc.default)

@@ -23,8 +23,7 @@ SUM = Partial("sum")
 
 def free_labels(count: int, skip: str = "") -> str:
     """Returns `count` labels that are not in `skip`."""
-    free = [letter for letter in string.ascii_letters if letter not in skip]
-    return "".join(free[:count])
+    return "".join([letter for letter in string.ascii_letters if letter not in skip][:count])
 
 
 def label_rows(
@@ -61,8 +60,9 @@ def label_rows(
 
 def batch_rows(call: OpCall, count: int) -> list[PlacementRow]:
     """Returns rows that shard one of the first `count` dims, if all inputs and outputs have the same sizes there."""
-    dims = range(count) if same_leading_dims(call, count) else ()
-    return shard_rows(dims, len(call.inputs), len(call.outputs))
+    return shard_rows(
+        range(count) if same_leading_dims(call, count) else (), len(call.inputs), len(call.outputs)
+    )
 
 
 def remaining_dims(ndim: int, removed: Iterable[int], *, keepdim: bool = False) -> dict[int, int]:

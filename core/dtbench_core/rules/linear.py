@@ -151,8 +151,14 @@ def backward_rows(call: OpCall) -> Strategy:
     needs = (("need_input", lead + "k"), ("need_weight", "ok"), ("need_bias", "o"))
     outputs = [dims for name, dims in needs if call[name]]
     # With the label k sharded, the gradient of the bias is complete on each rank, not a sum.
-    rows = [*label_rows(lead + "o", inputs, outputs, SUM), *label_rows("k", inputs, outputs)]
-    return Strategy([*rows, *pending_rows(call, (0,))], local_op=gradients)
+    return Strategy(
+        [
+            *label_rows(lead + "o", inputs, outputs, SUM),
+            *label_rows("k", inputs, outputs),
+            *pending_rows(call, (0,)),
+        ],
+        local_op=gradients,
+    )
 
 
 # ---- products with contracted dims ----
@@ -175,9 +181,10 @@ def einsum_rows(call: OpCall, equation: str) -> list[PlacementRow]:
     """Returns rows for a product of tensors whose dims have the labels of `equation`."""
     operands, output = equation.split("->")
     inputs = operands.split(",")
-    rows = label_rows(dict.fromkeys("".join(inputs)), inputs, [output], SUM)
     # The product is linear in each factor, so one factor may be a pending sum while the others are replicated.
-    return rows + pending_rows(call, *[(i,) for i in range(len(inputs))], count=len(inputs))
+    return label_rows(dict.fromkeys("".join(inputs)), inputs, [output], SUM) + pending_rows(
+        call, *[(i,) for i in range(len(inputs))], count=len(inputs)
+    )
 
 
 @rule(*PRODUCTS)

@@ -36,8 +36,9 @@ def elementwise_loss(call: OpCall) -> Strategy:
         PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if unreduced else SUM,))
         for dim in range(len(shape))
     ]
-    local_op = _scaled_mean(call, shape) if call["reduction"] == MEAN else None
-    return Strategy(rows, local_op=local_op, any_lengths=True)
+    return Strategy(
+        rows, local_op=_scaled_mean(call, shape) if call["reduction"] == MEAN else None, any_lengths=True
+    )
 
 
 def _scaled_mean(call: OpCall, shape: torch.Size) -> Call:
@@ -78,8 +79,9 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
         for dim in range(len(shape))
     ]
     rows += pending_rows(call, (0,))
-    local_op = _scaled_mean_backward(call) if call["reduction"] == MEAN else None
-    return Strategy(rows, local_op=local_op, any_lengths=True)
+    return Strategy(
+        rows, local_op=_scaled_mean_backward(call) if call["reduction"] == MEAN else None, any_lengths=True
+    )
 
 
 def _scaled_mean_backward(call: OpCall) -> Call:
@@ -110,8 +112,12 @@ def nll_loss(call: OpCall) -> Strategy:
     weight = (REPLICATE,) * (len(call.inputs) - 2)
     rows = []
     for dim, target_dim in _batch_dims(call.inputs[0].ndim):
-        outputs = (Shard(target_dim), REPLICATE) if reduction == NONE else (SUM, SUM)
-        rows.append(PlacementRow((Shard(dim), Shard(target_dim), *weight), outputs))
+        rows.append(
+            PlacementRow(
+                (Shard(dim), Shard(target_dim), *weight),
+                (Shard(target_dim), REPLICATE) if reduction == NONE else (SUM, SUM),
+            )
+        )
     return Strategy(rows)
 
 
@@ -125,8 +131,9 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     if reduced and call.inputs[0].ndim != 0:
         return Strategy([])
     weight = (REPLICATE,) * (len(call.inputs) - 4)
-    total_placements = {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}
-    totals: list[Placement] = sorted(total_placements, key=str)
+    totals: list[Placement] = sorted(
+        {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}, key=str
+    )
     rows = []
     for dim, target_dim in _batch_dims(call.inputs[1].ndim):
         grad_placement = REPLICATE if reduced else Shard(target_dim)
@@ -147,8 +154,10 @@ def nll_mean(
     ignore_index: int = -100,
 ) -> Value:
     """Divides by the total weight of all ranks' targets, instead of averaging the ranks' means."""
-    placed = [tensor._spec for tensor in (data, target, weight) if isinstance(tensor, Wrapper)]
-    if reduction != MEAN or all(spec.is_replicated() for spec in placed):
+    if reduction != MEAN or all(
+        spec.is_replicated()
+        for spec in [tensor._spec for tensor in (data, target, weight) if isinstance(tensor, Wrapper)]
+    ):
         return NotImplemented
     loss, total = op(data, target, weight, SUM_ALL, ignore_index)
     total = replicate(total)

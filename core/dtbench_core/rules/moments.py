@@ -35,8 +35,7 @@ def _variance(
     center = reduce_partials(data.sum(dims, keepdim=True) / count)
     total = (data - center).square().sum(dims, keepdim=keepdim)
     degrees_of_freedom = max(count - (1.0 if correction is None else correction), 0.0)
-    mean = center if keepdim else center.squeeze(dims)
-    return reduce_partials(total) / degrees_of_freedom, mean
+    return reduce_partials(total) / degrees_of_freedom, center if keepdim else center.squeeze(dims)
 
 
 @decomposition(aten.var.correction, aten.var_mean.correction, with_op=True)
@@ -70,8 +69,7 @@ def vector_norm(
     result_dtype = data.dtype.to_real() if data.dtype.is_complex else data.dtype
     magnitude = upcast(data).abs()
     if ord in (math.inf, -math.inf):
-        extremum = magnitude.amax(dims, keepdim) if ord > 0 else magnitude.amin(dims, keepdim)
-        return extremum.to(result_dtype)
+        return (magnitude.amax(dims, keepdim) if ord > 0 else magnitude.amin(dims, keepdim)).to(result_dtype)
     if ord == 0:
         return (magnitude != 0).sum(dims, keepdim, dtype=result_dtype)
     if ord == 1:
@@ -100,5 +98,7 @@ def logsumexp(tensor: Value, dim: Any, keepdim: bool = False) -> Value:
     data = upcast(tensor)
     maximum = reduce_partials(data.amax(dims, keepdim=True))
     maximum = maximum.masked_fill(maximum.abs() == math.inf, 0.0)
-    total = reduce_partials((data - maximum).exp().sum(dims, keepdim=keepdim)).log()
-    return (total + (maximum if keepdim else maximum.squeeze(dims))).to(tensor.dtype)
+    return (
+        reduce_partials((data - maximum).exp().sum(dims, keepdim=keepdim)).log()
+        + (maximum if keepdim else maximum.squeeze(dims))
+    ).to(tensor.dtype)

@@ -38,12 +38,16 @@ def cross(call: OpCall) -> Strategy:
     meta = call.outputs[0]
     shape = meta.shape if meta is not None else ()
     dim = call.dim("dim", len(shape))
-    rows = [
-        PlacementRow(broadcast_placements(call.inputs, d, shape), (Shard(d),))
-        for d in range(len(shape))
-        if d != dim
-    ]
-    return Strategy([*rows, *pending_rows(call, (0,), (1,))])
+    return Strategy(
+        [
+            *(
+                PlacementRow(broadcast_placements(call.inputs, d, shape), (Shard(d),))
+                for d in range(len(shape))
+                if d != dim
+            ),
+            *pending_rows(call, (0,), (1,)),
+        ]
+    )
 
 
 # ---- over the last dims ----
@@ -54,8 +58,7 @@ def native_layer_norm(call: OpCall) -> Strategy:
     """(input, weight?, bias?) -> (output, mean?, rstd). Weight and bias are replicated."""
     _correct_statistics_dtype(call)
     batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
-    parameters = [""] * (len(call.inputs) - 1)
-    return Strategy(label_rows(batch, [batch, *parameters], [batch] * len(call.outputs)))
+    return Strategy(label_rows(batch, [batch, *([""] * (len(call.inputs) - 1))], [batch] * len(call.outputs)))
 
 
 def _correct_statistics_dtype(call: OpCall) -> None:
@@ -68,8 +71,7 @@ def _correct_statistics_dtype(call: OpCall) -> None:
     fused = call.op is aten._fused_rms_norm.default
     if source.info.device_type != "cpu" or source.dtype not in (torch.float16, torch.bfloat16) or fused:
         return
-    mixed = any(spec.dtype is torch.float32 for spec in call.inputs[1:])
-    dtype = torch.float32 if mixed else source.dtype
+    dtype = torch.float32 if any(spec.dtype is torch.float32 for spec in call.inputs[1:]) else source.dtype
     output, *statistics = call.outputs
     call.outputs = (output, *(meta and meta._replace(dtype=dtype) for meta in statistics))
 
@@ -83,16 +85,21 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
     batch = free_labels(call.inputs[0].ndim - len(call["normalized_shape"]))
     activations = [batch] * (len(call.outputs) + 1)  # grad, input and the statistics
     parameters = [""] * (len(call.inputs) - len(activations))
-    gradients = [batch, *[""] * (len(call.outputs) - 1)]
-    rows = label_rows(batch, activations + parameters, gradients, SUM)
-    return Strategy([*rows, *pending_rows(call, (0,))])
+    return Strategy(
+        [
+            *label_rows(batch, activations + parameters, [batch, *[""] * (len(call.outputs) - 1)], SUM),
+            *pending_rows(call, (0,)),
+        ]
+    )
 
 
 @rule(aten.add_.Scalar)
 def add_number_in_place(call: OpCall) -> Strategy:
     """Adding a number to a Partial: to each term of an average, but to only one term of a sum. rms_norm does it."""
-    rows = [*pointwise(call).rows, *linear_rows(call, 1)]
-    return Strategy(rows, localize=_add_on_first_rank if pending_ops(call, ["sum"]) else None)
+    return Strategy(
+        [*pointwise(call).rows, *linear_rows(call, 1)],
+        localize=_add_on_first_rank if pending_ops(call, ["sum"]) else None,
+    )
 
 
 def _add_on_first_rank(placed: PlacedSpecs) -> Call | None:
@@ -110,8 +117,10 @@ def native_group_norm(call: OpCall) -> Strategy:
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 1)
-    rows = label_rows(_shardable_labels(call), (data, *parameters), (data, "nc", "nc"))
-    return Strategy(rows, local_op=_with_local_sizes(call))
+    return Strategy(
+        label_rows(_shardable_labels(call), (data, *parameters), (data, "nc", "nc")),
+        local_op=_with_local_sizes(call),
+    )
 
 
 @rule(aten.native_group_norm_backward.default)
@@ -123,8 +132,15 @@ def native_group_norm_backward(call: OpCall) -> Strategy:
         return Strategy([])
     data = "nc" + "." * (call.inputs[0].ndim - 2)
     parameters = ["c"] * (len(call.inputs) - 4)
-    rows = label_rows(_shardable_labels(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM)
-    return Strategy([*rows, *pending_rows(call, (0,))], local_op=_with_local_sizes(call))
+    return Strategy(
+        [
+            *label_rows(
+                _shardable_labels(call), (data, data, "nc", "nc", *parameters), (data, "c", "c"), SUM
+            ),
+            *pending_rows(call, (0,)),
+        ],
+        local_op=_with_local_sizes(call),
+    )
 
 
 def _sizes_match_input(call: OpCall) -> bool:
@@ -162,8 +178,12 @@ def weight_norm(call: OpCall) -> Strategy:
     dim = call.dim()
     shapes = [spec.shape for spec in call.inputs] + [m.shape for m in call.outputs if m is not None]
     dim_matches = all(len(s) == len(shapes[0]) and s[dim] == shapes[0][dim] for s in shapes)
-    rows = shard_rows([dim] if dim_matches else (), len(call.inputs), len(call.outputs))
-    return Strategy([*rows, *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ())])
+    return Strategy(
+        [
+            *shard_rows([dim] if dim_matches else (), len(call.inputs), len(call.outputs)),
+            *(pending_rows(call, (0,)) if len(call.inputs) == 4 else ()),
+        ]
+    )
 
 
 @rule(aten._cdist_forward.default, aten._cdist_backward.default)
@@ -175,5 +195,9 @@ def cdist(call: OpCall) -> Strategy:
     inputs, output = (("pr", "p.", "r.", "pr"), "p.") if backward else (("p.", "r."), "pr")
     lead = free_labels(batch, skip="pr")
     labels = lead + "pr" if same_leading_dims(call, batch) else ""
-    rows = label_rows(labels, [lead + dims for dims in inputs], [lead + output], SUM)
-    return Strategy([*rows, *(pending_rows(call, (0,)) if backward else ())])
+    return Strategy(
+        [
+            *label_rows(labels, [lead + dims for dims in inputs], [lead + output], SUM),
+            *(pending_rows(call, (0,)) if backward else ()),
+        ]
+    )

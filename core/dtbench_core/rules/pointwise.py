@@ -60,8 +60,7 @@ def _functional_variant(op: OpOverload) -> OpOverload | None:
     namespace, _, name = op._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("_"):
         return None
-    packet = getattr(aten, name[:-1], None)
-    return getattr(packet, op._overloadname, None)
+    return getattr(getattr(aten, name[:-1], None), op._overloadname, None)
 
 
 def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
@@ -104,11 +103,15 @@ def pointwise(call: OpCall) -> Strategy:
     """The rule of all pointwise ops. Inputs broadcast to the shape of the first output."""
     outs = len(call.outputs)
     shape = call.outputs[0].shape if call.outputs and call.outputs[0] is not None else torch.Size()
-    rows = [
-        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim),) * outs)
-        for dim in range(len(shape))
-    ]
-    return Strategy([*rows, *_partial_rows(call)])
+    return Strategy(
+        [
+            *(
+                PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim),) * outs)
+                for dim in range(len(shape))
+            ),
+            *_partial_rows(call),
+        ]
+    )
 
 
 def _partial_rows(call: OpCall) -> list[PlacementRow]:
@@ -149,8 +152,9 @@ def cast(call: OpCall) -> Strategy:
 
     A narrower dtype would round every term, and an integer dtype would truncate it.
     """
-    linear = linear_rows(call, 1) if _cast_widens(call) else []
-    return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear])
+    return Strategy(
+        [*shard_rows(range(call.inputs[0].ndim), 1, 1), *(linear_rows(call, 1) if _cast_widens(call) else [])]
+    )
 
 
 def _cast_widens(call: OpCall) -> bool:
@@ -172,8 +176,7 @@ def copy(call: OpCall) -> Strategy:
     passes = written.dtype == source.dtype or not source.has_partial() or _cast_widens(call)
     if passes and written.has_partial() and written.shape == source.shape:
         return Strategy([], exact_placements=((written.placements,) * 2, (written.placements,)))
-    linear = linear_rows(call, 2, ops=REDUCE_OPS) if passes else []
-    return Strategy([*pointwise(call).rows, *linear])
+    return Strategy([*pointwise(call).rows, *(linear_rows(call, 2, ops=REDUCE_OPS) if passes else [])])
 
 
 @rule(aten.fill_.Scalar, aten.fill_.Tensor, aten.fill.Scalar, aten.fill.Tensor)
@@ -187,8 +190,7 @@ def fill(call: OpCall) -> Strategy:
     op, masks = call.op, int("mask" in call.arguments())
     writes = op._schema.name.endswith("_")
     number = len(call.inputs) == masks + 1
-    ops = [kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)]
-    rows = pending_rows(call, (0,), ops=ops)
+    rows = pending_rows(call, (0,), ops=[kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)])
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         spec = placed.inputs[0]
@@ -250,8 +252,14 @@ def where(call: OpCall) -> Strategy:
 
     Averages do not: the lowest number of a mask, present on every rank, would overflow in the sum.
     """
-    ops = ("sum", "max", "min") if call.inputs[0].dtype == torch.bool else ()
-    return Strategy([*pointwise(call).rows, *pending_rows(call, (1, 2), ops=ops)])
+    return Strategy(
+        [
+            *pointwise(call).rows,
+            *pending_rows(
+                call, (1, 2), ops=("sum", "max", "min") if call.inputs[0].dtype == torch.bool else ()
+            ),
+        ]
+    )
 
 
 @rule(aten.maximum.default, aten.minimum.default)
@@ -276,8 +284,12 @@ def glu(call: OpCall) -> Strategy:
     """Splits one dim into halves, which must not be sharded; (grad, input) in the backward."""
     ndim, count = call.inputs[-1].ndim, len(call.inputs)
     halved = call.dim(ndim=ndim)
-    gradient = pending_rows(call, (0,)) if count == 2 else []
-    return Strategy([*shard_rows((d for d in range(ndim) if d != halved), count, 1), *gradient])
+    return Strategy(
+        [
+            *shard_rows((d for d in range(ndim) if d != halved), count, 1),
+            *(pending_rows(call, (0,)) if count == 2 else []),
+        ]
+    )
 
 
 @rule(aten.view_as_real.default, aten.view_as_real_copy.default)
@@ -335,5 +347,12 @@ def _new_rows(call: OpCall) -> list[PlacementRow]:
     same_shape = tuple(call["size"]) == tuple(call.inputs[0].shape)
     rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same_shape else []
     # The input's values are not read, so any placement may stay, with a replicated result.
-    kept_placements = {p for p in call.inputs[0].placements if not same_shape or p.is_partial()}
-    return [*rows, *(PlacementRow((p,), (REPLICATE,)) for p in sorted(kept_placements, key=str))]
+    return [
+        *rows,
+        *(
+            PlacementRow((p,), (REPLICATE,))
+            for p in sorted(
+                {p for p in call.inputs[0].placements if not same_shape or p.is_partial()}, key=str
+            )
+        ),
+    ]

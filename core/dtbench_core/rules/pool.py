@@ -79,8 +79,7 @@ def constant_pad(call: OpCall) -> Strategy:
     """Dims without padding may be sharded. Padding with zeros is linear."""
     pad, ndim = call["pad"], call.inputs[0].ndim
     padded = {ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0}
-    rows = shard_rows_except(call, padded)
-    return Strategy([*rows, *(linear_rows(call, 1) if call["value"] == 0 else [])])
+    return Strategy([*shard_rows_except(call, padded), *(linear_rows(call, 1) if call["value"] == 0 else [])])
 
 
 # ---- from planes to columns and back ----
@@ -118,8 +117,9 @@ def _points(call: OpCall) -> tuple[str, str, str, str]:
 def grid_sampler(call: OpCall) -> Strategy:
     """(input [n, c, ...], grid [n, points..., 2 or 3]) -> [n, c, points...]. Linear in the input."""
     points, data, grid, output = _points(call)
-    rows = label_rows("nc" + points, (data, grid), (output,), nonempty=True)
-    return Strategy([*rows, *pending_rows(call, (0,))])
+    return Strategy(
+        [*label_rows("nc" + points, (data, grid), (output,), nonempty=True), *pending_rows(call, (0,))]
+    )
 
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
@@ -129,5 +129,9 @@ def grid_sampler_backward(call: OpCall) -> Strategy:
     They are sums over the points and over the channels. Linear in `grad`.
     """
     points, data, grid, output = _points(call)
-    rows = label_rows("nc" + points, (output, data, grid), (data, grid), Partial(), nonempty=True)
-    return Strategy([*rows, *pending_rows(call, (0,))])
+    return Strategy(
+        [
+            *label_rows("nc" + points, (output, data, grid), (data, grid), Partial(), nonempty=True),
+            *pending_rows(call, (0,)),
+        ]
+    )

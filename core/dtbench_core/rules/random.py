@@ -66,8 +66,11 @@ def fill(call: OpCall) -> Strategy:
 
         return run
 
-    rows = [*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)]
-    return Strategy(rows, localize=localize, any_lengths=True)
+    return Strategy(
+        [*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)],
+        localize=localize,
+        any_lengths=True,
+    )
 
 
 @rule(*ops_named(FRESH))

@@ -43,8 +43,10 @@ def unreduced_dim_rows(
 def _reduction_rows(call: OpCall, *outputs: Placement, nonempty: bool = False) -> list[PlacementRow]:
     """Returns the rows of a reduction whose partial results have the placements `outputs`."""
     reduced, keepdim = reduced_dims(call)
-    rows = [PlacementRow((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced]
-    return [*unreduced_dim_rows(call, reduced, keepdim, outs=len(outputs)), *rows]
+    return [
+        *unreduced_dim_rows(call, reduced, keepdim, outs=len(outputs)),
+        *(PlacementRow((Shard(d),), outputs, nonempty=((0, d),) if nonempty else ()) for d in reduced),
+    ]
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -85,8 +87,11 @@ def mean(call: OpCall) -> Strategy:
     if chunks and all(splits_evenly(spec.shape[d], d, spec.placements, spec.info.sizes) for d in reduced):
         rows += [PlacementRow((Shard(d),), (Partial("avg"),), ((0, d),), ((0, d),)) for d in reduced]
         return Strategy(rows)
-    shares = [PlacementRow((Shard(d),), (SUM,)) for d in reduced]
-    return Strategy([*rows, *shares], local_op=_share_of_mean(call, reduced), any_lengths=True)
+    return Strategy(
+        [*rows, *(PlacementRow((Shard(d),), (SUM,)) for d in reduced)],
+        local_op=_share_of_mean(call, reduced),
+        any_lengths=True,
+    )
 
 
 def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Call:
@@ -99,8 +104,7 @@ def _share_of_mean(call: OpCall, reduced: tuple[int, ...]) -> Call:
             return op(local, *args, **kwargs)
         if local_count:
             return op(local, *args, **kwargs) * (local_count / count)
-        total = aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList
-        return total(local, *args, **kwargs)
+        return (aten.sum.default if op is aten.mean.default else aten.sum.dim_IntList)(local, *args, **kwargs)
 
     return local_op
 
@@ -115,8 +119,11 @@ def trace(call: OpCall) -> Strategy:
 
     if call.inputs[0].dtype is torch.bool:  # the op rejects bool, but a sum would not
         return Strategy([])
-    rows = [PlacementRow((Shard(d),), (SUM,)) for d in (0, 1)]
-    return Strategy([*rows, *_linear_rows(call)], localize=localize, any_lengths=True)
+    return Strategy(
+        [*(PlacementRow((Shard(d),), (SUM,)) for d in (0, 1)), *_linear_rows(call)],
+        localize=localize,
+        any_lengths=True,
+    )
 
 
 @rule(aten.prod.default, aten.prod.dim_int)
@@ -133,8 +140,9 @@ def prod(call: OpCall) -> Strategy:
 @rule(aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 def extremum(call: OpCall) -> Strategy:
     kind = "max" if call.op in (aten.amax.default, aten.max.default) else "min"
-    rows = _reduction_rows(call, Partial(kind), nonempty=True)
-    return Strategy([*rows, *linear_rows(call, 1, ops=(kind,))])
+    return Strategy(
+        [*_reduction_rows(call, Partial(kind), nonempty=True), *linear_rows(call, 1, ops=(kind,))]
+    )
 
 
 @rule(aten.aminmax.default)

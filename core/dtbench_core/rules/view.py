@@ -44,13 +44,21 @@ def view(call: OpCall) -> Strategy:
         src, dst = _outermost(in_shape, ins), _outermost(out_shape, outs)
         if src is None or dst is None:
             continue
-        even = () if in_shape[src] == out_shape[dst] else ((0, src), (-1, dst))
-        rows.append(PlacementRow((Shard(src),), (Shard(dst),), even=even))
+        rows.append(
+            PlacementRow(
+                (Shard(src),),
+                (Shard(dst),),
+                even=() if in_shape[src] == out_shape[dst] else ((0, src), (-1, dst)),
+            )
+        )
     rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
     placed = regrouped_placements(spec.placements, spec.info.sizes, in_shape, out_shape, groups)
-    exact = None if placed is None else ((spec.placements,), (placed,))
-    return Strategy(rows, local_shape_args=(1,), exact_placements=exact)
+    return Strategy(
+        rows,
+        local_shape_args=(1,),
+        exact_placements=None if placed is None else ((spec.placements,), (placed,)),
+    )
 
 
 def _factor_groups(in_shape: Sequence[int], out_shape: Sequence[int]) -> list[tuple[range, range]]:
@@ -140,24 +148,35 @@ def move_dims(call: OpCall) -> Strategy:
 
 @rule(*_GRADIENTS)
 def window_gradient(call: OpCall) -> Strategy:
-    dims = _GRADIENTS[call.op](call, len(call["input_sizes"]))
     return Strategy(
-        mapped_rows(call, {window_dim: d for d, window_dim in dims.items()}), local_shape_args=(1,)
+        mapped_rows(
+            call,
+            {window_dim: d for d, window_dim in _GRADIENTS[call.op](call, len(call["input_sizes"])).items()},
+        ),
+        local_shape_args=(1,),
     )
 
 
 @rule(aten.diag_embed.default)
 def diag_embed(call: OpCall) -> Strategy:
-    dims = WINDOWS["diagonal"](call, call.inputs[0].ndim + 1)
-    return Strategy(mapped_rows(call, {window_dim: d for d, window_dim in dims.items()}))
+    return Strategy(
+        mapped_rows(
+            call,
+            {window_dim: d for d, window_dim in WINDOWS["diagonal"](call, call.inputs[0].ndim + 1).items()},
+        )
+    )
 
 
 @rule(*_WRITES)
 def write_window(call: OpCall) -> Strategy:
     """(self, src) -> self with src written to a window."""
     dims = _WRITES[call.op](call, call.inputs[0].ndim)
-    rows = [PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),)) for d, window_dim in dims.items()]
-    return Strategy([*rows, *linear_rows(call, 2, ops=REDUCE_OPS)])
+    return Strategy(
+        [
+            *(PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),)) for d, window_dim in dims.items()),
+            *linear_rows(call, 2, ops=REDUCE_OPS),
+        ]
+    )
 
 
 @rule(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
@@ -169,18 +188,22 @@ def squeeze(call: OpCall) -> Strategy:
     dims = range(len(shape)) if everything else () if call["dim"] == [] else call.dims()
     squeezed = tuple(d for d in dims if shape[d] == 1)
     # Pass the dims to the local op explicitly, because a dim of a shard may be 1 where that of the tensor is not.
-    copies = call.op.overloadpacket is aten.squeeze_copy
-    local_op = aten.squeeze_copy.dims if copies else aten.squeeze.dims
-    rows = mapped_rows(call, remaining_dims(len(shape), squeezed))
-    return Strategy(rows, local_op=lambda local, *_: local_op(local, squeezed), any_lengths=True)
+    local_op = aten.squeeze_copy.dims if call.op.overloadpacket is aten.squeeze_copy else aten.squeeze.dims
+    return Strategy(
+        mapped_rows(call, remaining_dims(len(shape), squeezed)),
+        local_op=lambda local, *_: local_op(local, squeezed),
+        any_lengths=True,
+    )
 
 
 @rule(aten.expand.default, aten.expand_copy.default)
 def expand(call: OpCall) -> Strategy:
     in_shape, out_shape = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     lead = len(out_shape) - len(in_shape)
-    dims = {d: d + lead for d in range(len(in_shape)) if in_shape[d] == out_shape[d + lead]}
-    return Strategy(mapped_rows(call, dims), local_shape_args=(1,))
+    return Strategy(
+        mapped_rows(call, {d: d + lead for d in range(len(in_shape)) if in_shape[d] == out_shape[d + lead]}),
+        local_shape_args=(1,),
+    )
 
 
 def tensor_split(tensor: Value, indices_or_sections: Any = None, dim: int = 0, **named: object) -> Value:
@@ -198,12 +221,18 @@ def cat(call: OpCall) -> Strategy:
     """The joined dim must not be sharded; other dims may be, in the same way. torch ignores inputs of shape (0,)."""
     ndim = len(call.outputs[0].shape)  # type: ignore[union-attr]
     joined = call.dim(ndim=ndim)
-    rows = [
-        PlacementRow(tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),))
-        for d in range(ndim)
-        if d != joined
-    ]
-    return Strategy([*rows, *linear_rows(call, len(call.inputs), ops=REDUCE_OPS)])
+    return Strategy(
+        [
+            *(
+                PlacementRow(
+                    tuple(Shard(d) if s.ndim == ndim else REPLICATE for s in call.inputs), (Shard(d),)
+                )
+                for d in range(ndim)
+                if d != joined
+            ),
+            *linear_rows(call, len(call.inputs), ops=REDUCE_OPS),
+        ]
+    )
 
 
 @rule(aten.stack.default)
@@ -211,8 +240,12 @@ def stack(call: OpCall) -> Strategy:
     ndim = call.inputs[0].ndim
     new = call.dim(ndim=ndim + 1)
     count = len(call.inputs)
-    rows = [PlacementRow((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)]
-    return Strategy([*rows, *linear_rows(call, count, ops=REDUCE_OPS)])
+    return Strategy(
+        [
+            *(PlacementRow((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)),
+            *linear_rows(call, count, ops=REDUCE_OPS),
+        ]
+    )
 
 
 @rule(aten.triu.default, aten.tril.default, aten.triu_.default, aten.tril_.default)
@@ -234,8 +267,10 @@ def unfold_backward(call: OpCall) -> Strategy:
     """Sums the elements of overlapping windows."""
     ndim = len(call["input_sizes"])
     cut = call.dim(ndim=ndim)
-    rows = shard_rows((d for d in range(ndim) if d != cut), 1, 1)
-    return Strategy([*rows, *linear_rows(call, 1)], local_shape_args=(1,))
+    return Strategy(
+        [*shard_rows((d for d in range(ndim) if d != cut), 1, 1), *linear_rows(call, 1)],
+        local_shape_args=(1,),
+    )
 
 
 @rule(aten.view.dtype, aten.view_copy.dtype)

@@ -60,8 +60,9 @@ class CoreParts(RankParts):
         if not isinstance(local, LocalTensor):
             # The DTensor was made of a plain tensor. From now on each rank has its own copy of it.
             with torch._C._DisableTorchDispatch():
-                ranks = self.members(value._spec.info)
-                local = value._local_tensor = LocalTensor({r: local.detach().clone() for r in ranks})
+                local = value._local_tensor = LocalTensor(
+                    {r: local.detach().clone() for r in self.members(value._spec.info)}
+                )
         return wrap(type(value), local.shard(rank), spec_of_running_rank(value._spec))
 
     def members(self, info: MeshInfo) -> tuple[int, ...]:
@@ -95,8 +96,10 @@ class CoreParts(RankParts):
             local = value._local_tensor
             assert isinstance(local, LocalTensor)
             spec = _joined_spec({r: part._spec for r, part in parts.items()}, name)
-            is_new = any(part._local_tensor is not local._local_tensors[r] for r, part in parts.items())
-            if is_new or spec is not value._spec:
+            if (
+                any(part._local_tensor is not local._local_tensors[r] for r, part in parts.items())
+                or spec is not value._spec
+            ):
                 restate(value, LocalTensor({r: part._local_tensor for r, part in parts.items()}), spec)
 
 
@@ -115,8 +118,10 @@ def _joined_spec(specs: Mapping[int, DTensorSpec], name: str) -> DTensorSpec:
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, spec in specs.items():
-        key = (spec.info.mesh, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, spec.order)
-        kinds.setdefault(key, []).append(rank)
+        kinds.setdefault(
+            (spec.info.mesh, spec.placements, tuple(spec.shape), tuple(spec.stride), spec.dtype, spec.order),
+            [],
+        ).append(rank)
     if len(kinds) > 1:
         listed = "; ".join(f"ranks {describe_ranks(ranks)}: {specs[ranks[0]]}" for ranks in kinds.values())
         raise SimulationError(

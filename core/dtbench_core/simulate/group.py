@@ -300,18 +300,27 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("all_reduce", _reduction(opts), _metadata_of(tensors))
-        return self._call(signature, _finish_all_reduce, tensors, tensors)
+        return self._call(
+            ("all_reduce", _reduction(opts), _metadata_of(tensors)), _finish_all_reduce, tensors, tensors
+        )
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _metadata_of(tensors))
-        return self._call(signature, _finish_reduce, (tensors[0], opts.rootRank), tensors)
+        return self._call(
+            ("reduce", f"{_reduction(opts)} to group rank {opts.rootRank}", _metadata_of(tensors)),
+            _finish_reduce,
+            (tensors[0], opts.rootRank),
+            tensors,
+        )
 
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        signature = ("broadcast", f"from group rank {opts.rootRank}", _metadata_of(tensors))
-        return self._call(signature, _finish_broadcast, (tensors, opts.rootRank), tensors)
+        return self._call(
+            ("broadcast", f"from group rank {opts.rootRank}", _metadata_of(tensors)),
+            _finish_broadcast,
+            (tensors, opts.rootRank),
+            tensors,
+        )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None) -> dist.Work:
         # Ranks may contribute parts of different sizes, as long as every rank expects the same size of each part.
@@ -327,39 +336,54 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
             _check_size("all_gather_single", output, sent, self._size)
-        signature = ("all_gather_single", "", _metadata_of(inputs))
-        return self._call(signature, _finish_all_gather_single, (outputs, inputs), outputs)
+        return self._call(
+            ("all_gather_single", "", _metadata_of(inputs)),
+            _finish_all_gather_single,
+            (outputs, inputs),
+            outputs,
+        )
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         signature = ("gather", f"to group rank {opts.rootRank}", _metadata_of(inputs))
-        parts = outputs[0] if outputs else ()
-        return self._call(signature, _finish_gather, (parts, inputs[0], opts.rootRank), outputs)
+        return self._call(
+            signature, _finish_gather, (outputs[0] if outputs else (), inputs[0], opts.rootRank), outputs
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         signature = ("scatter", f"from group rank {opts.rootRank}", _metadata_of(outputs))
-        parts = inputs[0] if inputs else ()
-        return self._call(signature, _finish_scatter, (outputs[0], parts, opts.rootRank), outputs)
+        return self._call(
+            signature, _finish_scatter, (outputs[0], inputs[0] if inputs else (), opts.rootRank), outputs
+        )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> dist.Work:
         metas = _metadata_of([part for parts in inputs for part in parts])
-        signature = ("reduce_scatter", _reduction(opts), metas)
-        return self._call(signature, _finish_reduce_scatter, (outputs, inputs), outputs)
+        return self._call(
+            ("reduce_scatter", _reduction(opts), metas), _finish_reduce_scatter, (outputs, inputs), outputs
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> dist.Work:
         for output, sent in zip(outputs, inputs, strict=True):
             _check_size("reduce_scatter_single", sent, output, self._size)
-        signature = ("reduce_scatter_single", _reduction(opts), _metadata_of(inputs))
-        return self._call(signature, _finish_reduce_scatter_single, (outputs, inputs), outputs)
+        return self._call(
+            ("reduce_scatter_single", _reduction(opts), _metadata_of(inputs)),
+            _finish_reduce_scatter_single,
+            (outputs, inputs),
+            outputs,
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object) -> dist.Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: object = None) -> dist.Work:
-        signature = ("all_to_all", str(inputs[0].dtype) if inputs else "", ())
-        return self._call(signature, _finish_all_to_all, (outputs, inputs), outputs)
+        return self._call(
+            ("all_to_all", str(inputs[0].dtype) if inputs else "", ()),
+            _finish_all_to_all,
+            (outputs, inputs),
+            outputs,
+        )
 
     def all_to_all_single(
         self,
@@ -371,8 +395,12 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         # The number of rows may differ between ranks; the shape and dtype of a row may not.
         signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
-        arguments = (output, input, list(output_splits or ()), list(input_splits or ()))
-        return self._call(signature, _finish_all_to_all_single, arguments, [output])
+        return self._call(
+            signature,
+            _finish_all_to_all_single,
+            (output, input, list(output_splits or ()), list(input_splits or ())),
+            [output],
+        )
 
     def barrier(self, *_: object, opts: object = None) -> dist.Work:
         return self._call(("barrier", "", ()), lambda *_: None, ())
@@ -426,11 +454,16 @@ def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None
             f"{op} is not simulated: use a collective, or ThreadWorld, which runs the program once per rank"
         )
     arguments = bound_arguments(op, args, kwargs)
-    reduce_op = SimpleNamespace(op=arguments["reduce_op"].op()) if "reduce_op" in arguments else None
-    options = SimpleNamespace(reduceOp=reduce_op, rootRank=arguments.get("root_rank", 0))
+    options = SimpleNamespace(
+        reduceOp=SimpleNamespace(op=arguments["reduce_op"].op()) if "reduce_op" in arguments else None,
+        rootRank=arguments.get("root_rank", 0),
+    )
     tensors = list(arguments.values())[: list(arguments).index("process_group")]
-    splits = [sizes for argument, sizes in arguments.items() if argument.endswith("_split_sizes")]
-    getattr(end, name)(*tensors, *splits, options).wait()
+    getattr(end, name)(
+        *tensors,
+        *(sizes for argument, sizes in arguments.items() if argument.endswith("_split_sizes")),
+        options,
+    ).wait()
     returns = [_completed_work() if "Work" in str(r.type) else tensors[0] for r in op._schema.returns]
     return tuple(returns) if len(returns) > 1 else returns[0]
 
@@ -513,8 +546,10 @@ def _sibling_groups_by_mesh(group: dist.ProcessGroup) -> RankGroups:
                 if name == group.group_name:
                     groups = groups_by_dim(mesh)[dim]
                     # A mesh of a destroyed world may have used the same name for other ranks.
-                    has_group = any(set(group_ranks) == set(ranks) for ranks in groups)
-                    if has_group and max(map(max, groups)) < dist.get_world_size():
+                    if (
+                        any(set(group_ranks) == set(ranks) for ranks in groups)
+                        and max(map(max, groups)) < dist.get_world_size()
+                    ):
                         # torch sorts the ranks of a group.
                         return tuple(tuple(sorted(ranks)) for ranks in groups)
     return (group_ranks,)

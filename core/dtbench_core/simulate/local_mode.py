@@ -112,8 +112,11 @@ class LocalTensorMode(RankRunner):
             if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...)
                 return LocalTensor({rank: args[0].clone() for rank in self.ranks})
             has_plain = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
-            is_meta = any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in leaves)
-            if has_plain or is_meta or not any("Tensor" in str(r.type) for r in op._schema.returns):
+            if (
+                has_plain
+                or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in leaves)
+                or not any("Tensor" in str(r.type) for r in op._schema.returns)
+            ):
                 return op(*args, **kwargs)
         return run_on_each(op, args, kwargs, ranks or self.ranks)
 

@@ -241,8 +241,12 @@ def _common_metadata(
         return list(first.shape), list(first.stride()), first.dtype, first.device
     dims = range(first.dim())
     shape = [local_number({r: t.shape[d] for r, t in tensors.items()}) for d in dims]
-    stride = [local_number({r: t.stride(d) for r, t in tensors.items()}) for d in dims]
-    return shape, stride, first.dtype, first.device
+    return (
+        shape,
+        [local_number({r: t.stride(d) for r, t in tensors.items()}) for d in dims],
+        first.dtype,
+        first.device,
+    )
 
 
 def _group_equal(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:

@@ -121,8 +121,9 @@ class RankRunner(TorchDispatchMode):
                     f"{rank} does: use the group of a DeviceMesh dim, or declare with declare_group(group, "
                     "[[0, 1], ...]) which ranks call it together, and take only those (tensor_map)"
                 )
-            end = SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _submit)
-            tables.add(group, end, _BACKEND)
+            tables.add(
+                group, SimulatedGroup(ranks.index(rank), ranks, group.group_name, _BACKEND, _submit), _BACKEND
+            )
         return cast("SimulatedGroup", tables.ends[group])
 
     def _tables_of(self, rank: int) -> RankC10d:
@@ -234,8 +235,9 @@ def _counted(is_counted: bool) -> AbstractContextManager[None]:
     """
     if is_counted:
         return nullcontext()
-    warned = fallback.logs.get().warned
-    return using_values((comm.counters, []), (fallback.logs, fallback.FallbackLog(warned=warned)))
+    return using_values(
+        (comm.counters, []), (fallback.logs, fallback.FallbackLog(warned=fallback.logs.get().warned))
+    )
 
 
 def generators_in(arguments: Any) -> list[torch.Generator]:

@@ -156,8 +156,11 @@ class Rendezvous:
         self._call_counts[call.group_rank] += 1
         pending = self.open.setdefault(index, PendingCollective(call.signature, [None] * len(self.ranks)))
         if pending.signature != call.signature:
-            callers = [rank for rank, args in zip(self.ranks, pending.calls, strict=True) if args is not None]
-            pending.error = mismatch(call, callers, pending.signature)
+            pending.error = mismatch(
+                call,
+                [rank for rank, args in zip(self.ranks, pending.calls, strict=True) if args is not None],
+                pending.signature,
+            )
             return pending
         pending.calls[call.group_rank] = call.arguments
         if None not in pending.calls:
@@ -217,7 +220,7 @@ class SimulatedRank:
 
     def _restore_states(self) -> None:
         starts = {g: states[self.rank] for g, states in self.threads.starts.items()}
-        set_generator_states({**starts, **self.states})
+        set_generator_states(starts | self.states)
 
     def _save_states(self) -> None:
         self.states = {g: g.get_state() for g in {*self.threads.starts, *default_generators()}}
@@ -426,8 +429,11 @@ def diverged(results: Sequence[RankResult]) -> str | None:
         return str(stopped)
     if len({(r.error is None, r.stopped) for r in results}) == 1 and not results[0].stopped:
         return None
-    actions = {r.rank: _action(r) + (" after it was stopped" if r.stopped else "") for r in results}
-    return " while ".join(describe_actions(actions))
+    return " while ".join(
+        describe_actions(
+            {r.rank: _action(r) + (" after it was stopped" if r.stopped else "") for r in results}
+        )
+    )
 
 
 def _action(result: RankResult | None) -> str:
@@ -505,10 +511,12 @@ class ThreadWorld:
         if not self._c10d:
             self._start()
         results = self._run_all(lambda: fn(*args, **kwargs))
-        if any(r.error is not None or r.stopped for r in results):
-            has_pending = any(calls.open for calls in self._threads.open_rendezvous.values())
-            if has_pending or diverged(results) or len({tables.group_count for tables in self._c10d}) > 1:
-                self.close()
+        if any(r.error is not None or r.stopped for r in results) and (
+            any(calls.open for calls in self._threads.open_rendezvous.values())
+            or diverged(results)
+            or len({tables.group_count for tables in self._c10d}) > 1
+        ):
+            self.close()
         return results
 
     def _run_all(self, fn: Callable[[], Any]) -> list[RankResult]:
