@@ -33,8 +33,7 @@ from dtbench_core import (
     zeros,
 )
 from dtbench_core.layout.placement import Placements
-from dtbench_core.rules.regroup import regrouped_placements
-from dtbench_core.rules.view import _factor_groups
+from dtbench_core.rules.view import _factor_groups, regrouped_placements
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 

@@ -6,13 +6,11 @@ conversion functions of its first version.
 Reading order:
 
     api         parallelize_module: applies the styles of a plan to submodules
-    style       ColwiseParallel, RowwiseParallel: placements of parameters, inputs and outputs
-    sequence    SequenceParallel: norms and dropout on parts of the sequence
+    style       ColwiseParallel, RowwiseParallel: shard parameters and place inputs and outputs
     pairwise    PairwiseParallel: the Linears of an MLP in pairs
-    prepare     PrepareModuleInput, PrepareModuleOutput: only place inputs and outputs
+    prepare     PrepareModuleInput, PrepareModuleOutput, SequenceParallel: only place inputs and outputs
     convert     make_input_..., make_output_...: the conversions as functions
     parameters  errors, one dim of a mesh, sharding of parameters and ties between them
-    embedding   an Embedding sharded by rows, with the gradient of local rows only
     shard       shard_parameters: shards parameters over another mesh dim too
     loss        loss_parallel: cross entropy of logits sharded by class
     region      tensor_parallel_rng: random numbers that differ between shards
@@ -42,9 +40,13 @@ from dtbench_core.parallel.parameters import (
     UnsupportedModuleError,
     UnsupportedStyleError,
 )
-from dtbench_core.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from dtbench_core.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    SequenceParallel,
+)
 from dtbench_core.parallel.region import TensorParallelRNG, tensor_parallel_rng
-from dtbench_core.parallel.sequence import SequenceParallel
 from dtbench_core.parallel.shard import shard_parameters
 from dtbench_core.parallel.style import ColwiseParallel, ParallelStyle, RowwiseParallel
 

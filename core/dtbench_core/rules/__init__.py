@@ -5,10 +5,8 @@ labels      rows from labelled dims, batch dims, broadcasting
 choose      choice of one row per mesh dim
 pointwise   elementwise ops, copies, casts, *_like
 linear      products by einsum labels; the linear layer: entry, autograd, forward and backward op
-reduce      sums, means, extrema
-moments     variances, norms and logsumexp over sharded dims
+reduce      sums, means, extrema; variances, norms and logsumexp over sharded dims
 view        ops that split, join, move, cut or stack dims
-regroup     placements after a view
 batch       ops that need some dims unsharded: softmax, sorts, transforms, linear algebra
 norm        layer norm, group norm, weight norm, distances
 batch_norm  batch norm with statistics over all ranks' batch
@@ -18,10 +16,9 @@ conv        convolutions
 pool        pooling, resizing, padding, sampling
 loss        losses, reduced over all ranks' elements
 cross_entropy  cross entropy over sharded classes: entry, autograd, its four ops
-compare     ops that return a Python value
+compare     ops that return a Python value; tangents of forward AD
 foreach     lists of tensors, fused optimizer steps, loss scaling
 random      fills, *_like and dropout with random numbers
-forward_ad  tangents
 register    rules of users
 """
 

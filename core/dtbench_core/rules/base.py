@@ -189,13 +189,6 @@ def decomposition(*ops: OpOverload, with_op: bool = False) -> Callable[[Call], C
 overridden_ops: set[OpOverload] = set()  # ops with a rule registered by the user
 
 
-def override_rule(op: OpOverload, new: Rule) -> None:
-    """Replaces the rule and the decomposition of `op` by a user's rule."""
-    rules_by_op[op] = new
-    decompositions.pop(op, None)
-    overridden_ops.add(op)
-
-
 def placements_by_tensor(rows: Sequence[PlacementRow]) -> ChosenPlacements:
     """Converts one row per mesh dim to the placements of each input and of each output."""
     inputs, outputs = [row.inputs for row in rows], [row.outputs for row in rows]

@@ -69,9 +69,11 @@ def convolution_backward(call: OpCall) -> Strategy:
         rows += label_rows(label, dims_in, dims_out, SUM if label in output else REPLICATE, nonempty=True)
     for op in pending_ops(call, ("sum", "avg")):
         term = Partial(op)
-        rows.append(PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3))
-        rows.append(PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)))
-        rows.append(PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)))
+        rows += [
+            PlacementRow((term, REPLICATE, REPLICATE), (term,) * 3),
+            PlacementRow((REPLICATE, term, REPLICATE), (REPLICATE, term, REPLICATE)),
+            PlacementRow((REPLICATE, REPLICATE, term), (term, REPLICATE, REPLICATE)),
+        ]
     return Strategy(rows, local_op=_local_groups(call, 1))
 
 

@@ -140,8 +140,9 @@ def _place_column(
     single, rule_of_single = _single(call.op)
     replicated = (REPLICATE,) * inputs[0].info.ndim
     column_inputs = (*inputs, *(call.inputs[i].with_placements(replicated) for i in shared))
-    numbers = not all(isinstance(a, (list, tuple, DTensorSpec)) for a in call.args)
-    takes_numbers = numbers or call.op._overloadname == "ScalarList"
+    takes_numbers = call.op._overloadname == "ScalarList" or not all(
+        isinstance(a, (list, tuple, DTensorSpec)) for a in call.args
+    )
     column = OpCall(single, (*column_inputs, *((0,) if takes_numbers else ())), {}, column_inputs, (meta,))
     # Tensors that all columns share are replicated.
     rows = [
@@ -263,8 +264,11 @@ def _step_on_copies(
     """Runs a fused step whose gradients or states are placed unlike the parameters, on redistributed copies."""
     states = args if op._schema.name == "aten::_fused_sgd_" else args[:-1]
     steps = args[len(states) :]
-    pairs = (pair for tensors in (grads, *states) for pair in zip(parameters, tensors, strict=False))
-    if all(parameter._spec.placements == tensor._spec.placements for parameter, tensor in pairs):
+    if all(
+        parameter._spec.placements == tensor._spec.placements
+        for tensors in (grads, *states)
+        for parameter, tensor in zip(parameters, tensors, strict=False)
+    ):
         return NotImplemented
     scale, found_inf = options.get("grad_scale"), options.get("found_inf")
     if scale is not None:  # the op leaves unscaled gradients behind, unless it skips the step
@@ -391,8 +395,10 @@ def check_and_unscale(tensors: Sequence[Value], found_inf: Any, inv_scale: Any) 
                 [t._local_tensor for t in without_partial], mesh_overflow, factor
             )
             increment_version(without_partial)
-        split = [any(t._spec.placements[dim].is_shard() for t in without_partial) for dim in range(info.ndim)]
-        placed = tuple(Partial("max") if cut else REPLICATE for cut in split)
+        placed = tuple(
+            Partial("max") if any(t._spec.placements[dim].is_shard() for t in without_partial) else REPLICATE
+            for dim in range(info.ndim)
+        )
         spec = DTensorSpec.of(info, placed, mesh_overflow.shape, mesh_overflow.stride(), mesh_overflow.dtype)
         total: Any = wrap(
             members[0].viewed,

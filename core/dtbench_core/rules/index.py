@@ -146,13 +146,12 @@ def index_put(call: OpCall) -> Strategy:
         return Strategy(_mask_rows(call))
     dims, indices, shape, start = _index_layout(call)
     batch_dims = _batch_dims(call, dims, shape, start)
-    self = call.inputs[0]
-    result = [self.shape[d] for d in batch_dims]
+    result = [call.inputs[0].shape[d] for d in batch_dims]
     values_shape = torch.Size((*result[:start], *shape, *result[start:]))
-    count = len(indices)
     rows = [
         PlacementRow(
-            (Shard(d), *(REPLICATE,) * count, broadcast_placement(values, out, values_shape)), (Shard(d),)
+            (Shard(d), *(REPLICATE,) * len(indices), broadcast_placement(values, out, values_shape)),
+            (Shard(d),),
         )
         for d, out in batch_dims.items()
     ]
@@ -245,10 +244,11 @@ def gather(call: OpCall) -> Strategy:
         return Strategy(pending_rows(call, (0,), ops=REDUCE_OPS))
     picked = call.dim()
     # Exactly one row per dim: a mixture of rows on two mesh dims would cut self and index at different places.
-    rows = []
-    for d in range(source.ndim):
-        aligned = d != picked and source.shape[d] == index.shape[d]
-        rows.append(PlacementRow((Shard(d) if aligned else REPLICATE, Shard(d)), (Shard(d),)))
+    aligned = [d for d in range(source.ndim) if d != picked and source.shape[d] == index.shape[d]]
+    rows = [
+        PlacementRow((Shard(d) if d in aligned else REPLICATE, Shard(d)), (Shard(d),))
+        for d in range(source.ndim)
+    ]
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         source_spec, index_spec = placed.inputs

@@ -42,9 +42,7 @@ def linear(input: Value, weight: Value, bias: Value = None, **kwargs: object) ->
             return NotImplemented
     if not issubclass(cls, Wrapper) or weight.ndim != 2:
         return NotImplemented
-    if is_grad_enabled():
-        return Linear.apply(input, weight, bias)
-    return _forward(input, weight, bias)
+    return Linear.apply(input, weight, bias) if is_grad_enabled() else _forward(input, weight, bias)
 
 
 class Linear(AutogradFunction):
@@ -130,8 +128,11 @@ def forward_rows(call: OpCall) -> Strategy:
     lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
     rows = label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM)
-    rows += pending_rows(call, (0,), (1,))
-    return Strategy(rows, localize=_bias_once if count == 3 else None, any_lengths=True)
+    return Strategy(
+        [*rows, *pending_rows(call, (0,), (1,))],
+        localize=_bias_once if count == 3 else None,
+        any_lengths=True,
+    )
 
 
 def _bias_once(placed: PlacedSpecs) -> Callable[..., Tensor]:

@@ -78,9 +78,10 @@ def elementwise_loss_backward(call: OpCall) -> Strategy:
         )
         for dim in range(len(shape))
     ]
-    rows += pending_rows(call, (0,))
     return Strategy(
-        rows, local_op=_scaled_mean_backward(call) if call["reduction"] == MEAN else None, any_lengths=True
+        [*rows, *pending_rows(call, (0,))],
+        local_op=_scaled_mean_backward(call) if call["reduction"] == MEAN else None,
+        any_lengths=True,
     )
 
 
@@ -110,15 +111,15 @@ def nll_loss(call: OpCall) -> Strategy:
     if reduction == MEAN:
         return Strategy([])  # the decomposition handles sharded inputs
     weight = (REPLICATE,) * (len(call.inputs) - 2)
-    rows = []
-    for dim, target_dim in _batch_dims(call.inputs[0].ndim):
-        rows.append(
+    return Strategy(
+        [
             PlacementRow(
                 (Shard(dim), Shard(target_dim), *weight),
                 (Shard(target_dim), REPLICATE) if reduction == NONE else (SUM, SUM),
             )
-        )
-    return Strategy(rows)
+            for dim, target_dim in _batch_dims(call.inputs[0].ndim)
+        ]
+    )
 
 
 @rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -134,13 +135,14 @@ def nll_loss_backward(call: OpCall) -> Strategy:
     totals: list[Placement] = sorted(
         {REPLICATE, *(call.inputs[-1].placements if call["reduction"] != MEAN else ())}, key=str
     )
-    rows = []
-    for dim, target_dim in _batch_dims(call.inputs[1].ndim):
-        grad_placement = REPLICATE if reduced else Shard(target_dim)
-        rows += [
-            PlacementRow((grad_placement, Shard(dim), Shard(target_dim), *weight, total), (Shard(dim),))
-            for total in totals
-        ]
+    rows = [
+        PlacementRow(
+            (REPLICATE if reduced else Shard(target_dim), Shard(dim), Shard(target_dim), *weight, total),
+            (Shard(dim),),
+        )
+        for dim, target_dim in _batch_dims(call.inputs[1].ndim)
+        for total in totals
+    ]
     return Strategy([*rows, *pending_rows(call, (0,))])
 
 

@@ -310,20 +310,25 @@ def table_lookup(call: OpCall) -> Strategy:
 def searchsorted(call: OpCall) -> Strategy:
     """(sorted [..., n], values [..., m], sorter? [..., n]), with one table for all values, or one per row."""
     table, values = call.inputs[:2]
-    sorter_count = len(call.inputs) - 2
-    rows = []
-    for dim in range(values.ndim):
-        placed = REPLICATE if table.ndim == 1 or dim == values.ndim - 1 else Shard(dim)
-        rows.append(PlacementRow((placed, Shard(dim), *(placed,) * sorter_count), (Shard(dim),)))
-    return Strategy(rows)
+    shared = [table.ndim == 1 or dim == values.ndim - 1 for dim in range(values.ndim)]
+    placed = [REPLICATE if is_shared else Shard(dim) for dim, is_shared in enumerate(shared)]
+    return Strategy(
+        [
+            PlacementRow((p, Shard(dim), *(p,) * (len(call.inputs) - 2)), (Shard(dim),))
+            for dim, p in enumerate(placed)
+        ]
+    )
 
 
 @rule(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 def new_like(call: OpCall) -> Strategy:
     """New values in the shape of the input. The result has the shards of the input; its values are not read."""
-    rows = shard_rows(range(call.inputs[0].ndim), 1, 1)
-    rows += [PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_ops(call, REDUCE_OPS)]
-    return Strategy(rows)
+    return Strategy(
+        [
+            *shard_rows(range(call.inputs[0].ndim), 1, 1),
+            *(PlacementRow((Partial(op),), (REPLICATE,)) for op in pending_ops(call, REDUCE_OPS)),
+        ]
+    )
 
 
 @rule(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)

@@ -89,19 +89,22 @@ def constant_pad(call: OpCall) -> Strategy:
 def im2col(call: OpCall) -> Strategy:
     """[n?, c, h, w] -> [n?, c * kernel, positions]."""
     batch = "n" * (call.inputs[0].ndim - 3)
-    rows = label_rows(batch, [batch + "chw"], [batch + "ck"])
-    rows += label_rows("c", [batch + "chw"], [batch + "ck"], even=True)
-    return Strategy([*rows, *linear_rows(call, 1)])
+    dims = [batch + "chw"], [batch + "ck"]
+    return Strategy([*label_rows(batch, *dims), *label_rows("c", *dims, even=True), *linear_rows(call, 1)])
 
 
 @rule(aten.col2im.default)
 def col2im(call: OpCall) -> Strategy:
     """[n?, c * kernel, positions] -> [n?, c, h, w]."""
     batch = "n" * (call.inputs[0].ndim - 2)
-    rows = label_rows(batch, [batch + "ck"], [batch + "chw"])
     channels = Shard(len(batch))
-    rows.append(PlacementRow((channels,), (channels,), even=((-1, len(batch)),)))
-    return Strategy([*rows, *linear_rows(call, 1)])
+    return Strategy(
+        [
+            *label_rows(batch, [batch + "ck"], [batch + "chw"]),
+            PlacementRow((channels,), (channels,), even=((-1, len(batch)),)),
+            *linear_rows(call, 1),
+        ]
+    )
 
 
 # ---- sampling at given points ----

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from dtbench_core.layout import random
-from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial, Shard
+from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Partial
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.op_types import Value
 from dtbench_core.rules.base import (
@@ -98,6 +98,8 @@ def native_dropout(call: OpCall) -> Strategy:
 
         return run
 
-    rows = [PlacementRow((Shard(d),), (Shard(d), Shard(d))) for d in range(call.inputs[0].ndim)]
-    rows += [PlacementRow((Partial(op),), (Partial(op), REPLICATE)) for op in ("sum", "avg")]
+    rows = [
+        *shard_rows(range(call.inputs[0].ndim), 1, 2),
+        *(PlacementRow((Partial(op),), (Partial(op), REPLICATE)) for op in ("sum", "avg")),
+    ]
     return Strategy(rows, localize=localize, any_lengths=True)

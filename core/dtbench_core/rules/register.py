@@ -9,8 +9,14 @@ from torch._ops import OpOverload
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import REPLICATE, Placement
 from dtbench_core.layout.spec import normalize_one
-from dtbench_core.rules import base
-from dtbench_core.rules.base import OpCall, PlacementRow, Strategy
+from dtbench_core.rules.base import (
+    OpCall,
+    PlacementRow,
+    Strategy,
+    decompositions,
+    overridden_ops,
+    rules_by_op,
+)
 from dtbench_core.runtime import rules_changed
 
 PlacementList = Sequence[Placement | None]
@@ -47,7 +53,9 @@ def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFu
             return Strategy([_row(call, *placed) for placed in function(*call.args, **call.kwargs)])
 
         for overload in ops:
-            base.override_rule(overload, strategy)
+            rules_by_op[overload] = strategy
+            decompositions.pop(overload, None)
+            overridden_ops.add(overload)
         rules_changed()
         return function
 
@@ -56,10 +64,9 @@ def register_sharding(op: OpOverload | list[OpOverload]) -> Callable[[ShardingFu
 
 def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> PlacementRow:
     input_placements = [p for p in inputs if p is not None]
-    output_placements = list(outputs)
-    if len(input_placements) != len(call.inputs) or len(output_placements) != len(call.outputs):
+    if len(input_placements) != len(call.inputs) or len(outputs) != len(call.outputs):
         raise ArgumentError(
-            f"the sharding registered for {call.op} returned placements of {len(output_placements)} outputs and "
+            f"the sharding registered for {call.op} returned placements of {len(outputs)} outputs and "
             f"{len(input_placements)} input tensors, expected {len(call.outputs)} and {len(call.inputs)}: return one "
             "per tensor, and None for the other arguments"
         )
@@ -67,6 +74,6 @@ def _row(call: OpCall, outputs: PlacementList, inputs: PlacementList) -> Placeme
         tuple(normalize_one(p, spec.ndim) for p, spec in zip(input_placements, call.inputs, strict=True)),
         tuple(
             REPLICATE if p is None else normalize_one(p, len(meta.shape) if meta else 0)
-            for p, meta in zip(output_placements, call.outputs, strict=True)
+            for p, meta in zip(outputs, call.outputs, strict=True)
         ),
     )

@@ -1,17 +1,29 @@
 """Ops that rearrange dims without changing values, described by a map from input dims to output dims.
 
-If a view only splits or joins dims, shards stay in place if a placement describes them afterwards (regroup.py).
+If a view only splits or joins dims, shards stay in place if a placement describes them afterwards, see
+Note [Regrouped dims].
 Otherwise they are moved to the outermost of the joined dims. All pending reductions pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dtbench_core.layout.placement import REDUCE_OPS, REPLICATE, Shard
+from dtbench_core.layout.placement import (
+    REDUCE_OPS,
+    REPLICATE,
+    Placement,
+    Placements,
+    RaggedShard,
+    Shard,
+    StridedShard,
+    chunk_lengths,
+)
 from dtbench_core.layout.wrapper import Wrapper
 from dtbench_core.op_types import Value
 from dtbench_core.redistribute.autograd import redistribute_tensor
@@ -27,7 +39,6 @@ from dtbench_core.rules.base import (
     shard_rows,
 )
 from dtbench_core.rules.labels import moved_rows, remaining_dims
-from dtbench_core.rules.regroup import regrouped_placements
 
 
 def mapped_rows(call: OpCall, dims: Mapping[int, int], outs: int = 1) -> list[PlacementRow]:
@@ -51,11 +62,10 @@ def view(call: OpCall) -> Strategy:
                 even=() if in_shape[src] == out_shape[dst] else ((0, src), (-1, dst)),
             )
         )
-    rows += linear_rows(call, 1, ops=REDUCE_OPS)
     spec = call.inputs[0]
     placed = regrouped_placements(spec.placements, spec.info.sizes, in_shape, out_shape, groups)
     return Strategy(
-        rows,
+        [*rows, *linear_rows(call, 1, ops=REDUCE_OPS)],
         local_shape_args=(1,),
         exact_placements=None if placed is None else ((spec.placements,), (placed,)),
     )
@@ -237,9 +247,8 @@ def cat(call: OpCall) -> Strategy:
 
 @rule(aten.stack.default)
 def stack(call: OpCall) -> Strategy:
-    ndim = call.inputs[0].ndim
+    ndim, count = call.inputs[0].ndim, len(call.inputs)
     new = call.dim(ndim=ndim + 1)
-    count = len(call.inputs)
     return Strategy(
         [
             *(PlacementRow((Shard(d),) * count, (Shard(d + (d >= new)),)) for d in range(ndim)),
@@ -251,7 +260,7 @@ def stack(call: OpCall) -> Strategy:
 @rule(aten.triu.default, aten.tril.default, aten.triu_.default, aten.tril_.default)
 def triangle(call: OpCall) -> Strategy:
     """The last two dims are matrices. The offset of a shard shifts the diagonal."""
-    op, ndim = call.op, call.inputs[0].ndim
+    op = call.op
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         row, column = placed.inputs[0].local_offset[-2:]
@@ -259,7 +268,7 @@ def triangle(call: OpCall) -> Strategy:
             return None
         return lambda local, diagonal=0: op(local, diagonal + row - column)
 
-    return Strategy(mapped_rows(call, {d: d for d in range(ndim)}), localize=localize)
+    return Strategy(mapped_rows(call, {d: d for d in range(call.inputs[0].ndim)}), localize=localize)
 
 
 @rule(aten.unfold_backward.default)
@@ -278,3 +287,102 @@ def view_dtype(call: OpCall) -> Strategy:
     """Reinterprets the bits as another dtype. The last dim changes if the item sizes differ."""
     in_shape, out_shape = call.inputs[0].shape, call.outputs[0].shape  # type: ignore[union-attr]
     return Strategy(shard_rows((d for d in range(len(in_shape)) if in_shape[d] == out_shape[d]), 1, 1))
+
+
+# ---- placements after a view that splits and joins dims ----
+
+# Note [Regrouped dims]: a view preserves the order of elements. Consider a group of input dims that become a group of
+# output dims, and a shard of one of the input dims. It splits the elements, seen as [preceding, length, following],
+# along `length`. The output has the same shards
+#
+#     as Shard(j)             if the dims before j have `preceding` elements;
+#     as StridedShard(j, f)   if they have f times fewer, and j consists of f stretches;
+#     as RaggedShard(j, ...)  if the parts are not chunks of j, but whole indices of it.
+#
+# Otherwise no placement describes the shards, and the tensor is moved first.
+
+
+@dataclass
+class Group:
+    """Input dims and output dims that have the same elements.
+
+    Attributes:
+        ins, outs: the input and output dims.
+        in_lengths, out_lengths: per dim, the length on one rank after the mesh dims handled so far.
+        uneven: whether the last mesh dim split them unevenly, so that no further mesh dim can split them.
+    """
+
+    ins: range
+    outs: range
+    in_lengths: dict[int, int]
+    out_lengths: dict[int, int]
+    uneven: bool = False
+
+
+def regrouped_placements(
+    placements: Placements,
+    mesh_sizes: Sequence[int],
+    in_shape: Sequence[int],
+    out_shape: Sequence[int],
+    groups: Sequence[tuple[range, range]],
+) -> Placements | None:
+    """Returns the placements of the view of shape `out_shape`, or None if some shard cannot be described there.
+
+    Mesh dims are handled from the outermost to the innermost. Each splits the part that the ones before it left.
+    """
+    states = [
+        Group(ins, outs, {d: in_shape[d] for d in ins}, {d: out_shape[d] for d in outs})
+        for ins, outs in groups
+    ]
+    view_placements: list[Placement] = []
+    for placement, parts in zip(placements, mesh_sizes, strict=True):
+        if not isinstance(placement, Shard):
+            view_placements.append(placement)
+            continue
+        group = next((g for g in states if placement.dim in g.ins), None)
+        placed = None if group is None or group.uneven else _split_group(group, placement, parts)
+        if placed is None:
+            return None
+        view_placements.append(placed)
+    return tuple(view_placements)
+
+
+def _split_group(group: Group, placement: Shard, parts: int) -> Shard | None:
+    """Returns the placement of the output for one more mesh dim, and updates the group."""
+    dim = placement.dim
+    stretches = placement.split_factor if isinstance(placement, StridedShard) else 1
+    if group.in_lengths[dim] % stretches:
+        return None
+    length = group.in_lengths[dim] // stretches
+    lead = math.prod(group.in_lengths[d] for d in group.ins if d < dim) * stretches
+    counts = placement.counts if isinstance(placement, RaggedShard) else tuple(chunk_lengths(length, parts))
+    even = min(counts) == max(counts)
+    preceding = 1
+    for out_dim in group.outs:
+        size = group.out_lengths[out_dim]
+        if lead % preceding == 0 and size % (lead // preceding) == 0:
+            out_placement = _split_placement(out_dim, lead // preceding, size, length, counts, even)
+            if out_placement is not None:
+                group.uneven = not even
+                if even:
+                    group.in_lengths[dim] //= parts
+                    group.out_lengths[out_dim] //= parts
+                return out_placement
+        preceding *= size
+    return None
+
+
+def _split_placement(
+    out: int, factor: int, size: int, length: int, counts: tuple[int, ...], even: bool
+) -> Shard | None:
+    """Returns the placement of output dim `out` if its `factor` stretches can be split into `counts`, else None."""
+    inner = size // factor
+    # `inner` indices of `out` have the same elements as `length` indices of the input dim.
+    scaled = [count * inner for count in counts]
+    if any(count % length for count in scaled):
+        return None
+    shard_counts = tuple(count // length for count in scaled)
+    chunks = list(shard_counts) == chunk_lengths(inner, len(shard_counts))
+    if factor > 1:
+        return StridedShard(out, factor) if chunks and even else None
+    return Shard(out) if chunks else RaggedShard(out, shard_counts)
