@@ -285,8 +285,7 @@ def _wrapped(tensor: torch.Tensor, memory: _CommMemory) -> CommTensor:
     metadata = tensor.shape, tensor.stride(), tensor.storage_offset(), None, tensor.dtype
     result: Value = make_wrapper(CommTensor, *metadata, torch.strided, tensor.device, False, False)
     result._tensor, result._memory = tensor, memory
-    tracer = active_tracer()
-    if tracer is not None:
+    if (tracer := active_tracer()) is not None:
         _prepare_tracer(tracer)
     return result  # type: ignore[no-any-return]
 
@@ -406,7 +405,7 @@ def _traced(
     for output, result in _outputs_with_proxies(outputs, results[0]):
         plain = output._tensor
         written = staged.get(id(plain), plain)
-        flight = _InFlight(
+        flight = flights[id(output)] = _InFlight(
             result_of_op[1],
             output.device,
             tracer,
@@ -414,7 +413,6 @@ def _traced(
             result,
             output=None if written is plain else plain,
         )
-        flights[id(output)] = flight
         _traced_flights[tracer].append(flight)
         # Reading the plain tensor, without its CommTensor, is then an error when the graph runs, instead of a race.
         trace_as(written, result, tracer)
@@ -440,8 +438,7 @@ def _prepare_tracer(tracer: Any) -> None:
     """Makes a graph accept CommTensors as outputs, and wait at its end for all collectives in flight."""
     if tracer in _traced_flights:
         return
-    flights: list[_InFlight] = []
-    _traced_flights[tracer] = flights
+    flights = _traced_flights[tracer] = list[_InFlight]()
     graph: Any = tracer.graph
     create_in_tracer: Call = tracer.create_node
     create_in_graph: Call = graph.create_node

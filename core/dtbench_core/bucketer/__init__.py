@@ -2,10 +2,9 @@
 
 Reading order:
 
-    packing   copies inputs into a buffer, one copy each
+    packing   copies inputs into a buffer, one copy each, and orders the CUDA streams that use it
     bucket    one dtype, device and group: two buffers, of which one is reduced while the other fills
     inputs    checks inputs: tensors, lists of tensors, DTensors
-    streams   orders the CUDA streams that use a bucket
     bucketer  ReduceScatterBucketer
 """
 

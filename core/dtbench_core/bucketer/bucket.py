@@ -350,8 +350,7 @@ class Bucket:
 
     def close(self, outcome: PendingCallbacks, *, by_flush: bool = False) -> None:
         """Issues the collective for the waiting inputs, then waits for the collective before it."""
-        pending = self._pending
-        if pending is not None:
+        if (pending := self._pending) is not None:
             assert pending.packing is not None
             self._make_room(pending.packing.needs(), outcome)
             self.predictor.this_round.append(self.offset)

@@ -239,13 +239,12 @@ class ReduceScatterBucketer:
 
     def _bucket_of(self, checked: CheckedInput, group: ProcessGroup) -> Bucket:
         """Returns the bucket for an input; creates it for the first input of its dtype, device and group."""
-        bucket = self.buckets.get((checked.dtype, checked.device, group))
-        if bucket is not None:
+        if (bucket := self.buckets.get((checked.dtype, checked.device, group))) is not None:
             return bucket
         self.reduction.check(checked.dtype)
         itemsize = self.reduction.dtype_of(checked.dtype).itemsize
         capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))
-        bucket = Bucket(
+        bucket = self.buckets[checked.dtype, checked.device, group] = Bucket(
             group,
             checked.dtype,
             checked.device,
@@ -255,5 +254,4 @@ class ReduceScatterBucketer:
             self.hold_inputs,
             self.check_ranks,
         )
-        self.buckets[checked.dtype, checked.device, group] = bucket
         return bucket

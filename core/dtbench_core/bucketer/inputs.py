@@ -69,9 +69,7 @@ def check_input(input: Tensor | Sequence[Tensor], group: ProcessGroup, hold: boo
             f"reduce_scatter received {len(input)} inputs, expected group.size() ({n}): "
             "pass one tensor for each rank of the group, or one tensor of that many equal parts"
         )
-    if isinstance(input[0], Wrapper):
-        return _check_dtensors(input, group)
-    return _check_list(input, hold)
+    return _check_dtensors(input, group) if isinstance(input[0], Wrapper) else _check_list(input, hold)
 
 
 def _check_tensor(tensor: Tensor, n: int) -> CheckedInput:

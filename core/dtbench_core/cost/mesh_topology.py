@@ -51,8 +51,7 @@ class MeshTopoInfo(MeshConstants):
                 f"{measured.source} was measured on {measured.device_type!r}, but the mesh is on "
                 f"{mesh.device_type!r}: calibrate on the device that you use"
             )
-        names = mesh.mesh_dim_names
-        if names is None:
+        if (names := mesh.mesh_dim_names) is None:
             raise TopologyError(
                 f"the mesh of shape {tuple(mesh.shape)} has no dim names, expected some of "
                 f"{measured.describe_dims()}: pass mesh_dim_names when you create the mesh"
@@ -92,8 +91,7 @@ def topology_of(mesh: DeviceMesh) -> MeshTopoInfo:
     """Returns the constants that price this mesh: those of the topology in use, or the built-in ones."""
     if _topology is None:
         return MeshTopoInfo.build_from_mesh(mesh)
-    info = _constants.get(mesh)
-    if info is None:
+    if (info := _constants.get(mesh)) is None:
         try:
             info = MeshTopoInfo.from_topology(_topology, mesh)
         except TopologyError as error:

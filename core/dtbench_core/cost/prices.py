@@ -101,9 +101,7 @@ class DimPrices(NamedTuple):
 
     def minimum_us(self) -> float:
         """Returns a lower bound of the microseconds of any change that sends something."""
-        if not self.curves:
-            return self.ring.us(0.0)
-        return min(self.curves[name].us(0.0) for name in SENDING)
+        return self.ring.us(0.0) if not self.curves else min(self.curves[name].us(0.0) for name in SENDING)
 
 
 def joint_prices(topo: MeshConstants, mesh_dims: Sequence[int]) -> DimPrices | None:

@@ -212,13 +212,10 @@ class ChainSearch:
                 return []
         free_dims = [dim for dim in range(len(self.shape)) if dim not in end_dims]
         free_dims.sort(key=lambda dim: -self.shape[dim])
-        if not measured:
-            return [Shard(dim) for dim in free_dims[: len(self.active_dims)]]
-        later_dims = [dim for dim in free_dims if dim > 0]
-        return [
-            Shard(dim)
-            for dim in (*later_dims[: len(self.active_dims)], *(dim for dim in free_dims if dim == 0))
-        ]
+        # With measured curves, dim 0 is added, in addition to those chosen among the other dims.
+        added = [dim for dim in free_dims if measured and dim == 0]
+        chosen = [dim for dim in free_dims if dim not in added][: len(self.active_dims)]
+        return [Shard(dim) for dim in (*chosen, *added)]
 
     def cheapest(self) -> list[Transition] | None:
         """Returns the cheapest chain, or None if there is none.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtbench_core.cost.curve import Curve
-from dtbench_core.cost.ring import BASE_LATENCY_US, RingLink
+from dtbench_core.cost.ring import BASE_LATENCY_US
 from dtbench_core.errors import CoreError
 
 if TYPE_CHECKING:
@@ -90,12 +90,6 @@ class MeshConstants:
     source: str = "built-in"
     mesh_dim_curves: Sequence[Mapping[str, Curve]] = ()
     joint_curves: Mapping[str, Curve] = field(default_factory=dict)
-
-    @staticmethod
-    def of_links(ranks: Sequence[int], links: Sequence[RingLink], source: str = "built-in") -> MeshConstants:
-        """Returns the constants of a mesh without curves, from the ranks and the link of each mesh dim."""
-        bandwidths, latencies = zip(*links, strict=True)
-        return MeshConstants(None, tuple(ranks), bandwidths, latencies, source=source)
 
 
 @dataclass(frozen=True)

@@ -235,16 +235,12 @@ def mesh_broadcast(
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
     """Appends `pad_size` zeros on `pad_dim`; returns the tensor itself for 0."""
-    if pad_size == 0:
-        return tensor
-    return padded(tensor, pad_dim % tensor.ndim, tensor.size(pad_dim) + pad_size)
+    return tensor if pad_size == 0 else padded(tensor, pad_dim % tensor.ndim, tensor.size(pad_dim) + pad_size)
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
     """Returns a view without the last `pad_size` elements on `pad_dim`; the tensor itself for 0."""
-    if pad_size == 0:
-        return tensor
-    return tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
+    return tensor if pad_size == 0 else tensor.narrow(pad_dim, 0, tensor.size(pad_dim) - pad_size)
 
 
 def fill_empty_tensor_to_shards(

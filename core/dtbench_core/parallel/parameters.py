@@ -110,8 +110,7 @@ def place_parameter(
     module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, src_data_rank: int | None
 ) -> None:
     """Replaces a module's parameter, if it has one of this name, by a DTensor."""
-    original = module._parameters.get(name)
-    if original is None:
+    if (original := module._parameters.get(name)) is None:
         return
     info = mesh_info(mesh)
     replacement: nn.Parameter | None = _placed_parameters.get(original)

@@ -128,8 +128,7 @@ class TensorParallelRNG:
         """
         generators = generators_of(info)
         key = (None if plain else info.coordinate, sharded, plain)
-        state = self._states.get(key)
-        if state is None:
+        if (state := self._states.get(key)) is None:
             state = first_state(info, self.base_seed + (PLAIN_SEED_OFFSET if plain else 0), sharded)
         saved_state = generators.get_rng_state()
         generators.set_rng_state(state)

@@ -130,8 +130,7 @@ def _shard_parameter(
 def _placement_along(shape: torch.Size, placement: Placement, mesh: DeviceMesh, shard_dim: int) -> Placement:
     """Returns the placement along mesh dim `shard_dim` of a parameter that the other dim places as `placement`."""
     size = mesh.size(shard_dim)
-    unsharded = [dim for dim in range(len(shape)) if not placement.is_shard(dim)]
-    if unsharded:
+    if unsharded := [dim for dim in range(len(shape)) if not placement.is_shard(dim)]:
         return Shard(([dim for dim in unsharded if shape[dim] % size == 0] or unsharded)[0])
     if not shape:  # a single number
         return REPLICATE

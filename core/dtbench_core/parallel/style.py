@@ -237,9 +237,7 @@ class RowwiseParallel(LayerStyle):
 
 def format_option(option: object) -> str:
     """Formats an option of a style for messages; placements in their short form."""
-    if isinstance(option, tuple):
-        return f"({', '.join(map(str, option))})"
-    return repr(option)
+    return f"({', '.join(map(str, option))})" if isinstance(option, tuple) else repr(option)
 
 
 def single_placement(placement: Placement, argument: str) -> Placement:

@@ -191,8 +191,7 @@ def reusable_origin(tensor: Value) -> Origin | None:
 def state_of(tensor: Value) -> ViewState:
     if not is_copied(tensor):
         return ViewState.WINDOW
-    origin = tensor._origin
-    if origin is None:
+    if (origin := tensor._origin) is None:
         returned_at = tensor._returned_at
         is_current = returned_at is None or returned_at == tensor._memory[0].count()
         return ViewState.COPY if is_current else ViewState.STALE
@@ -224,8 +223,7 @@ def _refresh(view: Any) -> None:
             "been written to since, so the view has old values: take the view outside the function or again "
             "after the write, or return a clone() of it"
         )
-    gathered = origin.gathered
-    if gathered is None:
+    if (gathered := origin.gathered) is None:
         raise PlacementError(
             f"got a view, {view._spec}, whose sharded dim had to be gathered before it could be cut, and "
             "whose base has been written to since, so it has old values: take the view again after the write, "

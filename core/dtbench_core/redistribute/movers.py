@@ -128,9 +128,11 @@ def _make_term(dst: Placement, index: int) -> Mover:
     the value.
     """
     neutral = NEUTRAL.get(dst.reduce_op) if isinstance(dst, Partial) and index > 0 else None
-    if neutral is None:
-        return _copy
-    return lambda local: comm.full_ordered_after([local], local.shape, neutral, local.dtype)
+    return (
+        _copy
+        if neutral is None
+        else lambda local: comm.full_ordered_after([local], local.shape, neutral, local.dtype)
+    )
 
 
 # ---- dtypes of transports ----
@@ -236,11 +238,7 @@ class _EvenLayout:
 def _make_even_gather(step: Exchange) -> Mover:
     axes, group = _EvenLayout(step.shape, step.src, step.sizes), step.group
     rows, carried = axes.rows, step.dtype in _TRANSPORT_DTYPES
-    # gloo accepts no additional axis of ranks.
-    stacked = (
-        math.prod(step.sizes) * axes.local[0],
-        *axes.local[1:],
-    )
+    stacked = (step.parts * axes.local[0], *axes.local[1:])  # gloo accepts no additional axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
         sent = local.contiguous()
@@ -386,11 +384,10 @@ def _make_reduce_scatter(step: Exchange, op: str) -> Mover:
 
 def _own_part(tensor: torch.Tensor, step: Exchange) -> torch.Tensor:
     """Returns this rank's part of a tensor that the ranks share, according to `step.dst`."""
-    part = tensor
     for placement, parts, index in zip(step.dst, step.sizes, step.coordinate, strict=True):
         assert isinstance(placement, Shard)
-        part = placement.part(part, parts, index)
-    return _copy(part)
+        tensor = placement.part(tensor, parts, index)
+    return _copy(tensor)
 
 
 def _make_uneven_reduce_scatter(step: Exchange, op: str) -> Mover:

@@ -79,9 +79,8 @@ class Route(tuple[RedistributeStep, ...]):
     @staticmethod
     def of(source: DTensorSpec, dst: Placements, steps: Sequence[RedistributeStep]) -> Route:
         route = Route(steps)
-        route.source = route.result = source
-        if steps:
-            route.result = source.with_placements(dst)
+        route.source = source
+        route.result = source.with_placements(dst) if steps else source
         route.gradient = placements_of_gradient(source.placements)
         in_mesh = source.info.coordinate is not None  # a rank outside the mesh has nothing to move
         route.movers = _movers(steps, source, route.result) if in_mesh and steps else ()
@@ -143,8 +142,7 @@ def cheapest_route(src: DTensorSpec, dst: Placements) -> Route:
         PlacementError: no route exists, as from a Shard or another kind of Partial to a Partial.
     """
     key = (src, dst)
-    route = _routes.get(key)
-    if route is None:
+    if (route := _routes.get(key)) is None:
         route = _find(src, dst)
         cache_put(_routes, key, route)
     return route

@@ -41,8 +41,7 @@ def convolution(call: OpCall) -> Strategy:
 
     If the result is a pending sum, the bias is one too, so that it is added only once.
     """
-    labels = _labels(call, 0)
-    if labels is None:
+    if (labels := _labels(call, 0)) is None:
         return Strategy([])
     data, weight, output = labels
     rows = label_rows("n", (data, weight), (output,))
@@ -57,8 +56,7 @@ def convolution(call: OpCall) -> Strategy:
 @rule(aten.convolution_backward.default)
 def convolution_backward(call: OpCall) -> Strategy:
     """(grad [n, o, ...], input [n, i, ...], weight) -> (grad of input, of weight, of bias [o])."""
-    labels = _labels(call, 1)
-    if labels is None:
+    if (labels := _labels(call, 1)) is None:
         return Strategy([])
     data, weight, output = labels
     dims_in, dims_out = (output, data, weight), (data, weight, output[1])

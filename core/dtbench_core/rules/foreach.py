@@ -121,8 +121,7 @@ def foreach(call: OpCall) -> Strategy:
         key = (inputs, meta)
         if key not in chosen_by_key:
             chosen_by_key[key] = _place_column(call, inputs, columns.shared, meta, in_place)
-        chosen = chosen_by_key[key]
-        if chosen is None:
+        if (chosen := chosen_by_key[key]) is None:
             return Strategy([])
         for i, placements in zip(input_indices, chosen[0], strict=True):
             placed[i] = placements

@@ -325,6 +325,5 @@ def put(call: OpCall) -> Strategy:
 @rule(aten.histc.default)
 def histc(call: OpCall) -> Strategy:
     """Counts add up over the ranks if the bins are given. Otherwise the bins depend on the values of all ranks."""
-    if call["min"] == call["max"]:
-        return Strategy([])
-    return Strategy([PlacementRow((Shard(d),), (SUM,)) for d in range(call.inputs[0].ndim)])
+    dims = () if call["min"] == call["max"] else range(call.inputs[0].ndim)
+    return Strategy([PlacementRow((Shard(d),), (SUM,)) for d in dims])

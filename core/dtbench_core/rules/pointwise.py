@@ -237,8 +237,7 @@ def surely_holds(dtype: torch.dtype, value: object) -> bool:
 
 def neutral_term(spec: DTensorSpec) -> int | None:
     """Returns the neutral element that is this rank's term of a value, or None if its term is the value itself."""
-    coordinate = spec.info.coordinate
-    if coordinate is None:  # a rank outside the mesh has no shard
+    if (coordinate := spec.info.coordinate) is None:  # a rank outside the mesh has no shard
         return None
     for placement, index in zip(spec.placements, coordinate, strict=True):
         if index > 0 and isinstance(placement, Partial) and placement.reduce_op in NEUTRAL:

@@ -203,8 +203,7 @@ def moments(
     op: OpOverload, tensor: Value, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Value:
     """Returns the variance or standard deviation, and for `_mean` ops also the mean."""
-    variance = _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)
-    if variance is None:
+    if (variance := _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)) is None:
         return NotImplemented
     deviation = op in (aten.std.correction, aten.std_mean.correction)
     result = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)

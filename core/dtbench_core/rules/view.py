@@ -264,9 +264,7 @@ def triangle(call: OpCall) -> Strategy:
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         row, column = placed.inputs[0].local_offset[-2:]
-        if row == column == 0:
-            return None
-        return lambda local, diagonal=0: op(local, diagonal + row - column)
+        return None if row == column == 0 else lambda local, diagonal=0: op(local, diagonal + row - column)
 
     return Strategy(mapped_rows(call, {d: d for d in range(call.inputs[0].ndim)}), localize=localize)
 

@@ -425,9 +425,7 @@ def group_of(op: OpOverload, args: Args, kwargs: Kwargs) -> dist.ProcessGroup | 
     if isinstance(group, str):
         with c10d_state.use_process_tables():
             return resolve_group(group)
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    return dist.ProcessGroup.unbox(group)
+    return group if group is None or isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
 def issue(op: OpOverload, args: Args, kwargs: Kwargs, end: SimulatedGroup | None) -> Any:

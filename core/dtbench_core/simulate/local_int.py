@@ -246,9 +246,7 @@ _SYMBOLS: dict[type, Any] = {int: torch.SymInt, float: torch.SymFloat, bool: tor
 def local_number(values: Mapping[int, Number]) -> Any:
     """Returns the number itself if all ranks have the same, otherwise a SymInt, SymFloat or SymBool of all numbers."""
     node = node_of(values)
-    if node.is_constant():
-        return next(iter(values.values()))
-    return _SYMBOLS[node.kind](node)
+    return next(iter(values.values())) if node.is_constant() else _SYMBOLS[node.kind](node)
 
 
 def local_int(values: Mapping[int, int]) -> Any:

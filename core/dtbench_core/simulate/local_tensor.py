@@ -532,8 +532,7 @@ class PlainCopies:
 
     def copy_for(self, value: Any, rank: int) -> torch.Tensor | None:
         """Returns the copy for `rank`; None if `value` is not written to."""
-        copies = self._copies.get(id(value))
-        if copies is None:
+        if (copies := self._copies.get(id(value))) is None:
             return None
         if rank not in copies:
             copies[rank] = value.clone()

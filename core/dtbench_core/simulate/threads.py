@@ -571,8 +571,7 @@ def run_ranks(fn: Call, world_size: int, *args: object, **kwargs: object) -> lis
 
 
 def _rank() -> SimulatedRank:
-    rank = running_rank()
-    if rank is None:
+    if (rank := running_rank()) is None:
         raise SimulationError(
             f"the backend {_BACKEND!r} belongs to simulated ranks: start them with ThreadWorld(n).run(fn)"
         )
