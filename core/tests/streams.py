@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtbench_core import comm, comm_tensor
-from dtbench_core.bucketer import bucket
-from dtbench_core.bucketer import streams as bucket_streams
+from dtbench_core.bucketer import bucket, packing
 
 MAIN = "main"
 # Stream -> the number of its steps that are known to be finished.
@@ -305,13 +304,13 @@ def recorded_streams(*, functional: bool = False) -> Iterator[Streams]:
     streams = Streams()
     active: Callable[[], int] = comm.dispatch_modes_active
     with pytest.MonkeyPatch.context() as patch:
-        for module in (comm_tensor, bucket_streams):
+        for module in (comm_tensor, packing):
             patch.setattr(module, "current_stream", lambda _device: _Stream(streams, streams.current))
-        patch.setattr(bucket_streams, "is_stream_capturing", streams.is_capturing)
+        patch.setattr(packing, "is_stream_capturing", streams.is_capturing)
         patch.setattr(comm_tensor, "is_capturing", lambda _device: streams.capturing)
         patch.setattr(bucket, "is_capturing", lambda _device: streams.capturing)
-        patch.setattr(bucket_streams, "stream_handle", lambda _device: streams.current)
-        patch.setattr(bucket_streams, "record_stream", streams.record_stream)
+        patch.setattr(packing, "stream_handle", lambda _device: streams.current)
+        patch.setattr(packing, "record_stream", streams.record_stream)
         if not functional:
             patch.setattr(comm, "dispatch_modes_active", lambda: active() - 1)
         with streams:

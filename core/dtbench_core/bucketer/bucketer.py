@@ -131,8 +131,7 @@ class ReduceScatterBucketer:
         elif type(input_list) is list and self._add_small_tensors(input_list, group, callback_fn):
             return
         checked = check_input(input_list, group, self.hold_inputs)
-        bucket = self._bucket_of(checked, group)
-        bucket.add(
+        self._bucket_of(checked, group).add(
             checked.source,
             checked.numel,
             callback_fn,

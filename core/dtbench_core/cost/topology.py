@@ -262,14 +262,16 @@ def _parse_dim(dim: object, field_path: str) -> DimConstants:
         )
     bandwidth = _number(dim.get("bandwidth_GiBps"), f"{field_path}.bandwidth_GiBps")
     latency = _number(dim.get("latency_us_per_hop"), f"{field_path}.latency_us_per_hop", zero=True)
-    transitions = _object(dim.get("transitions", {}), f"{field_path}.transitions")
     return DimConstants.of_times(
         name,
         ranks,
         bandwidth,
         latency,
         collectives=_read_curves(dim.get("collectives", {}), f"{field_path}.collectives"),
-        changes=_read_curves(transitions.get("core", {}), f"{field_path}.transitions.core"),
+        changes=_read_curves(
+            _object(dim.get("transitions", {}), f"{field_path}.transitions").get("core", {}),
+            f"{field_path}.transitions.core",
+        ),
     )
 
 

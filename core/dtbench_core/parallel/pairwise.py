@@ -32,7 +32,6 @@ from dtbench_core.parallel.parameters import (
 )
 from dtbench_core.parallel.style import (
     ColwiseParallel,
-    Convert,
     LayerStyle,
     ParallelStyle,
     RowwiseParallel,
@@ -104,11 +103,10 @@ class PairwiseParallel(ParallelStyle):
         for index, linear in enumerate(linears):
             style: LayerStyle = RowwiseParallel() if index % 2 else ColwiseParallel()
             style.src_data_rank = self.src_data_rank
-            inner_input: Convert = partial(_inner_input, Shard(-1) if index % 2 else Replicate())
             style.shard(
                 linear,
                 mesh,
-                inner_input if index else prepare_input,
+                partial(_inner_input, Shard(-1) if index % 2 else Replicate()) if index else prepare_input,
                 prepare_output if index == len(linears) - 1 else (_inner_output if index % 2 else None),
             )
 

@@ -190,12 +190,11 @@ class LayerStyle(ParallelStyle):
                 f"a {type(module).__name__} under {type(self).__name__} got {got}, "
                 "expected one tensor: pass it by position"
             )
-        features = getattr(module, "in_features", 0)
         return _layer_input(
             inputs[0],
             mesh,
             self.input_layouts,
-            features,
+            getattr(module, "in_features", 0),
             placement,
             known_lengths_of(module, mesh, self.input_layouts[0]),
         )

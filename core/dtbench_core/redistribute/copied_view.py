@@ -197,8 +197,7 @@ def state_of(tensor: Value) -> ViewState:
         return ViewState.COPY if is_current else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been one
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
-    counts = origin.version, origin.writes
-    if counts != (version_of(tensor), tensor._memory[0].count()):
+    if (origin.version, origin.writes) != (version_of(tensor), tensor._memory[0].count()):
         return ViewState.STALE
     return state_of(origin.owner) if is_copied(origin.owner) else ViewState.COPY
 

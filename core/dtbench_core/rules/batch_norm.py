@@ -55,9 +55,8 @@ def _channel_row(specs: Sequence[DTensorSpec], outputs: Sequence[Value]) -> Plac
             return Shard(CHANNEL)
         return Shard(0) if tuple(shape) == (channels,) else REPLICATE
 
-    inputs = tuple(place(spec.shape) for spec in specs)
     return PlacementRow(
-        inputs,
+        tuple(place(spec.shape) for spec in specs),
         tuple(REPLICATE if meta is None else place(meta.shape) for meta in outputs),
         nonempty=((data, CHANNEL),),
     )

@@ -62,11 +62,10 @@ def _choose_from(
     chosen: list[PlacementRow] = []
     for mesh_dim, layouts in enumerate(special_layouts):
         rows = [*_restate_rows(call, strategy, layouts), *plain] if layouts else plain
-        current = tuple(spec.placements[mesh_dim] for spec in call.inputs)
         row = _cheapest_row(
             call,
             rows if result is None else [r for r in rows if r.outputs[0] == result[mesh_dim]],
-            current,
+            tuple(spec.placements[mesh_dim] for spec in call.inputs),
             mesh_dim,
             lengths,
             written,
@@ -217,9 +216,8 @@ class _DimLengths:
     """The largest and smallest length of each tensor dim over the ranks, after the outer mesh dims cut it."""
 
     def __init__(self, call: OpCall) -> None:
-        inputs = [[(n, n) for n in spec.shape] for spec in call.inputs]
         self._dims = (
-            inputs,
+            [[(n, n) for n in spec.shape] for spec in call.inputs],
             [[(n, n) for n in meta.shape] if meta is not None else [] for meta in call.outputs],
         )
 

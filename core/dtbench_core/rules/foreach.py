@@ -317,8 +317,9 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     by_spec: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         placed = isinstance(tensor, Wrapper)
-        kind = (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape)
-        by_spec.setdefault(kind, []).append(index)
+        by_spec.setdefault(
+            (tensor.viewed, tensor._spec) if placed else (None, tensor.dtype, tensor.shape), []
+        ).append(index)
     groups: dict[Any, list[int]] = {}  # (class, mesh, placements, dtype), or None for plain tensors
     for (cls, *_), positions in by_spec.items():
         first = tensors[positions[0]]
@@ -351,9 +352,12 @@ def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | Non
     if info.coordinate is None:
         return [wrap(cls, local.new_empty(0, dtype=dtype), norm_spec) for local in locals_]
     # The maximum of an empty shard is replaced by that of a 0, which is neutral because norms are not negative.
-    nonempty_locals = [local if local.numel() else local.new_zeros(1) for local in locals_]
     terms = torch.stack(
-        torch._foreach_norm(nonempty_locals, ord, dtype=torch.promote_types(dtype, torch.float32))
+        torch._foreach_norm(
+            [local if local.numel() else local.new_zeros(1) for local in locals_],
+            ord,
+            dtype=torch.promote_types(dtype, torch.float32),
+        )
     ).double()
     largest = ord == math.inf
     kind = Partial("max" if largest else "sum")

@@ -100,11 +100,10 @@ def _index_layout(call: OpCall) -> tuple[list[int], list[DTensorSpec], torch.Siz
     """Returns (indexed dims, specs of their indices, broadcast shape of the indices, its first dim in the result)."""
     listed = [(dim, index) for dim, index in enumerate(call["indices"]) if index is not None]
     dims = [dim for dim, _ in listed]
-    shape = torch.broadcast_shapes(*(index.shape for _, index in listed))
     return (
         dims,
         [index for _, index in listed],
-        shape,
+        torch.broadcast_shapes(*(index.shape for _, index in listed)),
         dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0,
     )
 

@@ -127,9 +127,11 @@ def forward_rows(call: OpCall) -> Strategy:
         return Strategy([])
     lead = free_labels(call.inputs[0].ndim - 1, skip="ko")
     count = len(call.inputs)
-    rows = label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM)
     return Strategy(
-        [*rows, *pending_rows(call, (0,), (1,))],
+        [
+            *label_rows(lead + "ok", (lead + "k", "ok", "o")[:count], (lead + "o",), SUM),
+            *pending_rows(call, (0,), (1,)),
+        ],
         localize=_bias_once if count == 3 else None,
         any_lengths=True,
     )

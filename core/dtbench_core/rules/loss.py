@@ -32,12 +32,13 @@ def elementwise_loss(call: OpCall) -> Strategy:
     """(input, target, weights...), which broadcast -> the elementwise loss, or one number if it is reduced."""
     shape = torch.broadcast_shapes(*(spec.shape for spec in call.inputs))
     unreduced = call["reduction"] == NONE
-    rows = [
-        PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if unreduced else SUM,))
-        for dim in range(len(shape))
-    ]
     return Strategy(
-        rows, local_op=_scaled_mean(call, shape) if call["reduction"] == MEAN else None, any_lengths=True
+        [
+            PlacementRow(broadcast_placements(call.inputs, dim, shape), (Shard(dim) if unreduced else SUM,))
+            for dim in range(len(shape))
+        ],
+        local_op=_scaled_mean(call, shape) if call["reduction"] == MEAN else None,
+        any_lengths=True,
     )
 
 

@@ -68,8 +68,11 @@ def _correct_statistics_dtype(call: OpCall) -> None:
     are float32.
     """
     source = call.inputs[0]
-    fused = call.op is aten._fused_rms_norm.default
-    if source.info.device_type != "cpu" or source.dtype not in (torch.float16, torch.bfloat16) or fused:
+    if (
+        source.info.device_type != "cpu"
+        or source.dtype not in (torch.float16, torch.bfloat16)
+        or call.op is aten._fused_rms_norm.default
+    ):
         return
     dtype = torch.float32 if any(spec.dtype is torch.float32 for spec in call.inputs[1:]) else source.dtype
     output, *statistics = call.outputs

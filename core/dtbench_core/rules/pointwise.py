@@ -349,10 +349,9 @@ def new_with_stride(call: OpCall) -> Strategy:
 
 def _new_rows(call: OpCall) -> list[PlacementRow]:
     same_shape = tuple(call["size"]) == tuple(call.inputs[0].shape)
-    rows = shard_rows(range(call.inputs[0].ndim), 1, 1) if same_shape else []
     # The input's values are not read, so any placement may stay, with a replicated result.
     return [
-        *rows,
+        *(shard_rows(range(call.inputs[0].ndim), 1, 1) if same_shape else []),
         *(
             PlacementRow((p,), (REPLICATE,))
             for p in sorted(

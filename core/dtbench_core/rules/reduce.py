@@ -205,8 +205,9 @@ def moments(
     """Returns the variance or standard deviation, and for `_mean` ops also the mean."""
     if (variance := _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)) is None:
         return NotImplemented
-    deviation = op in (aten.std.correction, aten.std_mean.correction)
-    result = (variance[0].sqrt() if deviation else variance[0]).to(tensor.dtype)
+    result = (
+        variance[0].sqrt() if op in (aten.std.correction, aten.std_mean.correction) else variance[0]
+    ).to(tensor.dtype)
     return (result, variance[1].to(tensor.dtype)) if len(op._schema.returns) == 2 else result
 
 

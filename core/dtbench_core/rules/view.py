@@ -180,10 +180,12 @@ def diag_embed(call: OpCall) -> Strategy:
 @rule(*_WRITES)
 def write_window(call: OpCall) -> Strategy:
     """(self, src) -> self with src written to a window."""
-    dims = _WRITES[call.op](call, call.inputs[0].ndim)
     return Strategy(
         [
-            *(PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),)) for d, window_dim in dims.items()),
+            *(
+                PlacementRow((Shard(d), Shard(window_dim)), (Shard(d),))
+                for d, window_dim in _WRITES[call.op](call, call.inputs[0].ndim).items()
+            ),
             *linear_rows(call, 2, ops=REDUCE_OPS),
         ]
     )

@@ -347,21 +347,27 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        signature = ("gather", f"to group rank {opts.rootRank}", _metadata_of(inputs))
         return self._call(
-            signature, _finish_gather, (outputs[0] if outputs else (), inputs[0], opts.rootRank), outputs
+            ("gather", f"to group rank {opts.rootRank}", _metadata_of(inputs)),
+            _finish_gather,
+            (outputs[0] if outputs else (), inputs[0], opts.rootRank),
+            outputs,
         )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        signature = ("scatter", f"from group rank {opts.rootRank}", _metadata_of(outputs))
         return self._call(
-            signature, _finish_scatter, (outputs[0], inputs[0] if inputs else (), opts.rootRank), outputs
+            ("scatter", f"from group rank {opts.rootRank}", _metadata_of(outputs)),
+            _finish_scatter,
+            (outputs[0], inputs[0] if inputs else (), opts.rootRank),
+            outputs,
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object) -> dist.Work:
-        metas = _metadata_of([part for parts in inputs for part in parts])
         return self._call(
-            ("reduce_scatter", _reduction(opts), metas), _finish_reduce_scatter, (outputs, inputs), outputs
+            ("reduce_scatter", _reduction(opts), _metadata_of([part for parts in inputs for part in parts])),
+            _finish_reduce_scatter,
+            (outputs, inputs),
+            outputs,
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: object) -> dist.Work:
@@ -394,9 +400,8 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         opts: object = None,
     ) -> dist.Work:
         # The number of rows may differ between ranks; the shape and dtype of a row may not.
-        signature = ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),))
         return self._call(
-            signature,
+            ("all_to_all_single", "rows of", ((input.shape[1:], input.dtype),)),
             _finish_all_to_all_single,
             (output, input, list(output_splits or ()), list(input_splits or ())),
             [output],

@@ -240,9 +240,8 @@ def _common_metadata(
     if len({(t.shape, t.stride()) for t in tensors.values()}) == 1:
         return list(first.shape), list(first.stride()), first.dtype, first.device
     dims = range(first.dim())
-    shape = [local_number({r: t.shape[d] for r, t in tensors.items()}) for d in dims]
     return (
-        shape,
+        [local_number({r: t.shape[d] for r, t in tensors.items()}) for d in dims],
         [local_number({r: t.stride(d) for r, t in tensors.items()}) for d in dims],
         first.dtype,
         first.device,

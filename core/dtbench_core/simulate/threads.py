@@ -219,8 +219,9 @@ class SimulatedRank:
             return RankResult(self.rank, None, error, self.stopped)
 
     def _restore_states(self) -> None:
-        starts = {g: states[self.rank] for g, states in self.threads.starts.items()}
-        set_generator_states(starts | self.states)
+        set_generator_states(
+            {g: states[self.rank] for g, states in self.threads.starts.items()} | self.states
+        )
 
     def _save_states(self) -> None:
         self.states = {g: g.get_state() for g in {*self.threads.starts, *default_generators()}}
