@@ -110,7 +110,6 @@ class StageTimer:
     def __init__(self) -> None:
         self.log: Log = []
         self._replacements: list[_Replacement] = []
-        self._originals: list[Any] = []
         for stage, functions in _FUNCTIONS.items():
             for function in functions:
                 timed = stopwatch(function, stage, self.log)
@@ -147,8 +146,13 @@ def _references(function: Call) -> list[tuple[Any, str]]:
 
     Searching for references is needed, since calls through one replaceable reference would slow every dispatch down.
     """
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "dtbench_core"]
-    return [(m, name) for m in modules for name, value in list(vars(m).items()) if value is function]
+    return [
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == "dtbench_core"
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
 
 
 def _timed_run(kind: type[OpPlan], log: Log) -> Call:

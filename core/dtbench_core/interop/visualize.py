@@ -116,9 +116,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _notes(spec: DTensorSpec) -> list[str]:
-    notes = []
-    if spec.has_partial():
-        notes.append("Partial: each rank of a cell holds a term, not the value")
+    notes = ["Partial: each rank of a cell holds a term, not the value"] if spec.has_partial() else []
     sizes = spec.info.sizes
     empty = [
         rank
@@ -133,8 +131,7 @@ def _notes(spec: DTensorSpec) -> list[str]:
 def sharding_text(dtensor: DTensor, header: str = "") -> str:
     """Returns the drawing as a table per plane, with dim ranges at the edges and ranks in the cells."""
     spec = _spec_of(dtensor)
-    lines = [header] if header else []
-    lines.append(repr(spec))
+    lines = [line for line in (header, repr(spec)) if line]
     for plane in planes(spec):
         lines += [plane.title] if plane.title else []
         lines += _table(spec.ndim, plane)

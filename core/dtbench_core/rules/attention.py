@@ -24,9 +24,11 @@ def _shardable_dims(call: OpCall, query: DTensorSpec, *keys: DTensorSpec) -> lis
     With grouped heads, where several queries share a key, heads are not sharded: the shards of queries and keys would
     have to be cut at the same groups.
     """
-    if call["dropout_p"] != 0.0 or any(spec.ndim != 4 for spec in (query, *keys)):
-        return []
-    if any(key.shape[BATCH] != query.shape[BATCH] for key in keys):
+    if (
+        call["dropout_p"] != 0.0
+        or any(spec.ndim != 4 for spec in (query, *keys))
+        or any(key.shape[BATCH] != query.shape[BATCH] for key in keys)
+    ):
         return []
     return [BATCH, HEAD] if all(key.shape[HEAD] == query.shape[HEAD] for key in keys) else [BATCH]
 

@@ -67,10 +67,9 @@ def _reduced_dims(data: Any) -> list[int]:
 
 
 def _is_training(op: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    for name in ("training", "train", "update"):
-        if name in arguments:
-            return bool(arguments[name])
-    return op not in (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
+    evaluating = (aten._native_batch_norm_legit_no_training.default, aten._batch_norm_no_update.default)
+    flags = [arguments[name] for name in ("training", "train", "update") if name in arguments]
+    return bool(flags[0]) if flags else op not in evaluating
 
 
 FORWARD = ops_named(
@@ -102,14 +101,13 @@ def batch_norm(call: OpCall) -> Strategy:
             ),
             localize=lambda _: call.op,
         )
-    rows = [by_channel]
     parameters = (REPLICATE,) * (len(call.inputs) - 1)
-    rows += [
+    rows = [
         PlacementRow((Shard(d), *parameters), (Shard(d), *(REPLICATE,) * (len(call.outputs) - 1)))
         for d in _reduced_dims(call.inputs[0])
     ]
     # localize instead of local_op: it avoids the check on meta tensors, whose kernels return other shapes.
-    return Strategy(rows, localize=lambda _: call.op)
+    return Strategy([by_channel, *rows], localize=lambda _: call.op)
 
 
 @rule(*BACKWARD)
@@ -149,10 +147,8 @@ def _is_sharded_by_channel(data: Any, *running: Any) -> bool:
 
     Then the op can run on the shards without moving any tensor.
     """
-    if not isinstance(data, Wrapper):
-        return False
     present = [r for r in running if r is not None]
-    if not all(isinstance(r, Wrapper) for r in present):
+    if not all(isinstance(tensor, Wrapper) for tensor in (data, *present)):
         return False
     for mesh_dim, placed in enumerate(data._spec.placements):
         running_placements = {r._spec.placements[mesh_dim] for r in present}

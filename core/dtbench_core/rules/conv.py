@@ -49,8 +49,10 @@ def convolution(call: OpCall) -> Strategy:
     if len(call.inputs) == 3:
         of_bias: dict[Placement, Placement] = {SUM: SUM, Shard(1): Shard(0)}
         rows = [replace(row, inputs=(*row.inputs, of_bias.get(row.outputs[0], REPLICATE))) for row in rows]
-    rows += pending_rows(call, (0, 2), (1, 2))  # together with the bias, if present
-    return Strategy(rows, local_op=_local_groups(call, 0) if call["groups"] > 1 else None)
+    return Strategy(
+        [*rows, *pending_rows(call, (0, 2), (1, 2))],  # data or weight together with the bias, if present
+        local_op=_local_groups(call, 0) if call["groups"] > 1 else None,
+    )
 
 
 @rule(aten.convolution_backward.default)

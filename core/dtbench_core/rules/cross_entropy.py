@@ -61,9 +61,11 @@ def cross_entropy(
         return NotImplemented
     if reduction not in REDUCTIONS or not 0.0 <= label_smoothing <= 1.0:
         return NotImplemented
-    if input._spec.has_partial() or not is_split(input, [class_dim(input)]):
-        return NotImplemented
-    if not _are_class_targets(input, target, weight):
+    if (
+        input._spec.has_partial()
+        or not is_split(input, [class_dim(input)])
+        or not _are_class_targets(input, target, weight)
+    ):
         return NotImplemented
     return CrossEntropy.apply(input, target, weight, Options(ignore_index, reduction, label_smoothing))
 

@@ -188,9 +188,8 @@ def fill(call: OpCall) -> Strategy:
     So an average is only filled in place, and only after a check of the number.
     """
     op, masks = call.op, int("mask" in call.arguments())
-    writes = op._schema.name.endswith("_")
-    number = len(call.inputs) == masks + 1
-    rows = pending_rows(call, (0,), ops=[kind for kind in REDUCE_OPS if kind != "avg" or (writes and number)])
+    writes_number = op._schema.name.endswith("_") and len(call.inputs) == masks + 1
+    rows = pending_rows(call, (0,), ops=[kind for kind in REDUCE_OPS if kind != "avg" or writes_number])
 
     def localize(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
         spec = placed.inputs[0]

@@ -484,9 +484,6 @@ class ThreadWorld:
         self.world_size = world_size
         self._threads = RankThreads()
         self._c10d: list[c10d_state.RankC10d] = []  # by rank; empty before the first run
-        self._rank_values: list[
-            list[tuple[Any, Any]]
-        ] = []  # the core's per-rank variables with their values, by rank
 
     def __enter__(self) -> ThreadWorld:
         return self
@@ -543,7 +540,8 @@ class ThreadWorld:
 
     def _start(self) -> None:
         self._c10d = [c10d_state.RankC10d() for _ in range(self.world_size)]
-        # Ops that replicate their inputs are counted, and warned of, for all ranks together.
+        # By rank, the core's per-rank variables with their values. Ops that replicate their inputs are counted, and
+        # warned of, for all ranks together.
         self._rank_values = [initial_values(inherited=[fallback.logs]) for _ in range(self.world_size)]
         c10d_state.register_backend(_BACKEND, _make_group)
         try:
