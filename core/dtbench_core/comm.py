@@ -10,8 +10,8 @@ tensor. In a traced graph they become one op and its wait.
 Bytes are counted like the size in nccl-tests: those of the larger side of the call.
 
 This module calls the methods of the process group instead of the functions of torch.distributed. The latter spend 5 to
-20 us on checks, logging and options that are the same every time; here the callers ensure what they check. On CUDA, a
-waiting call uses the current stream, as in torch.distributed.
+20 us on checks, logging and options that are the same every time. The callers of this module ensure what is checked
+there. On CUDA, a waiting call uses the current stream, as in torch.distributed.
 """
 
 from __future__ import annotations

@@ -107,6 +107,6 @@ def clear_caches() -> None:
 
 
 def rules_changed() -> None:
-    """Clears all caches after an op got another rule, also what was learnt about ops and the functions calling them."""
+    """Clears all caches after an op got another rule, including those of properties of ops and of their callers."""
     for clear, _ in _clearing:
         clear()

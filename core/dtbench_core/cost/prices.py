@@ -107,8 +107,8 @@ class DimPrices(NamedTuple):
 def joint_prices(topo: MeshConstants, mesh_dims: Sequence[int]) -> DimPrices | None:
     """Returns the prices of one collective over all ranks of several mesh dims.
 
-    None if the mesh dims were measured separately but not together. A formula compared with measured times would win or
-    lose only because it is a formula.
+    None if the mesh dims were measured separately but not together. Otherwise a formula would be compared with measured
+    times, and would win or lose for that reason alone.
     """
     measured = any(topo.mesh_dim_curves[d] for d in mesh_dims) if topo.mesh_dim_curves else False
     if measured and not topo.joint_curves:

@@ -38,7 +38,7 @@ from dtbench_core.layout.spec import DTensorSpec
 def allgather_cost(bytes_gb: float, mesh_topo: MeshConstants, mesh_dim: int) -> float:
     """Returns the microseconds of an all-gather over `mesh_dim`.
 
-    Also of a reduce-scatter and an all-to-all.
+    A reduce-scatter and an all-to-all take the same time.
 
     Args:
         bytes_gb: GiB per rank: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-to-all.
@@ -309,7 +309,7 @@ class ChainSearch:
                 if current != REPLICATED or index != final:
                     continue
             elif self.tensor_dims[index] is not None and self.tensor_dims[index] == self.tensor_dims[current]:
-                continue  # between two ways to shard one dim: by way of Replicate or of another dim
+                continue  # a change between two ways to shard one dim goes through Replicate or another dim
             yield index
 
     def _joint_targets(self, state: State) -> Iterator[State]:

@@ -15,7 +15,7 @@ lengths of DTensors whose parts modules returned. The lengths of a module's inpu
 - the first time that the input is read;
 - each time, if the input was uneven the first time, or its length differed from that of the part returned last. Such
   a part comes from elsewhere, for example from a tensor that the program splits itself;
-- each time, once an uneven part with as many dims, split along the same dim, has been returned since.
+- each time, after a module has returned an uneven part with the same number of dims, split along the same dim.
 
 So even lengths are exchanged once per input. A compiled graph cannot exchange lengths; there, uneven lengths are
 refused.

@@ -35,10 +35,10 @@ from dtbench_core.runtime import PerRank
 
 # The seed of the RNG tracker in torch's first tensor-parallel API.
 BASE_SEED = 1234
-# Added to the seeds of shards, to differ from that of replicas. The value of Megatron-LM's
+# Added to the seeds of shards, so that they differ from those of replicas. The value of Megatron-LM's
 # model_parallel_cuda_manual_seed.
 SHARD_SEED_OFFSET = 2718
-# Added to the seeds of plain tensors, to differ from those of DTensors. It exceeds any number of ranks, and is below
+# Added to the seeds of plain tensors, so that they differ from those of DTensors. It exceeds any number of ranks, and is below
 # 2^32, since the Mersenne twister of the CPU ignores higher bits.
 PLAIN_SEED_OFFSET = 1 << 24
 

@@ -52,7 +52,7 @@ from dtbench_core.torch_compat import (
 
 
 class ViewState(Enum):
-    WINDOW = auto()  # always, or it is COPY from the start
+    WINDOW = auto()  # never changes to another state
     COPY = auto()  # until the base or the view is written to
     STALE = auto()  # until it is read
 

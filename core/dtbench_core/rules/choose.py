@@ -1,8 +1,9 @@
 """Choice of one row per mesh dim: the row of the current placements if possible, otherwise the cheapest one.
 
-Note [Special layouts]: Shard(d) in a row means cut like torch.chunk. A row is valid for other cuts, too, if all dims
-that it shards have the same length and the computation does not depend on where they are cut. All sharded tensors of
-the row then need the same cut. Such rows are also tried with the RaggedShard or StridedShard of an input.
+Note [Special layouts]: Shard(d) in a row means that dim d is cut like torch.chunk cuts it. A row is also valid for
+another cut under two conditions: all dims that it shards have the same length, and the computation does not depend on
+where they are cut. All sharded tensors of the row then need the same cut. Such rows are also tried with the RaggedShard
+or StridedShard of an input.
 """
 
 from __future__ import annotations

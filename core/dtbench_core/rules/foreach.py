@@ -351,7 +351,7 @@ def _norms_of_group(tensors: Sequence[Value], ord: Any, dtype: torch.dtype | Non
     locals_ = [t._local_tensor for t in tensors]
     if info.coordinate is None:
         return [wrap(cls, local.new_empty(0, dtype=dtype), norm_spec) for local in locals_]
-    # The maximum of an empty shard is replaced by that of a 0, which is neutral because norms are not negative.
+    # An empty shard has no maximum. A 0 replaces it, which changes no norm, because norms are not negative.
     terms = torch.stack(
         torch._foreach_norm(
             [local if local.numel() else local.new_zeros(1) for local in locals_],

@@ -248,7 +248,7 @@ def neutral_term(spec: DTensorSpec) -> int | None:
 def where(call: OpCall) -> Strategy:
     """(condition, a, b): each element is one of the two, so sums and extrema pass.
 
-    Averages do not: the lowest number of a mask, present on every rank, would overflow in the sum.
+    Averages do not pass: masks often contain the lowest number of a dtype, whose sum over the ranks would overflow.
     """
     return Strategy(
         [

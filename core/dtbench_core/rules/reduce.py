@@ -77,7 +77,7 @@ def _linear_rows(call: OpCall) -> list[PlacementRow]:
     return linear_rows(call, 1) if inexact else []
 
 
-# Reductions whose partial results are combined by this reduction. That of an empty part is neutral.
+# Reductions, and the pending reduction that combines their partial results. An empty part has the neutral result.
 PARTIAL_RESULTS: dict[OpOverload, Placement] = {
     aten.nansum.default: SUM,  # not linear, because it depends on values
     aten.count_nonzero.default: SUM,

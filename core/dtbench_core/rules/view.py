@@ -328,7 +328,7 @@ def regrouped_placements(
 ) -> Placements | None:
     """Returns the placements of the view of shape `out_shape`, or None if some shard cannot be described there.
 
-    Mesh dims are handled from the outermost to the innermost. Each splits the part that the ones before it left.
+    Mesh dims are handled from the outermost to the innermost. Each splits the parts that the outer mesh dims left.
     """
     states = [
         Group(ins, outs, {d: in_shape[d] for d in ins}, {d: out_shape[d] for d in outs})

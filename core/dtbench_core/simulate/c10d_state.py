@@ -63,9 +63,8 @@ class _ByThread:
 def use_thread_tables(tables_of_thread: Callable[[], RankC10d | None], backend: str) -> Iterator[None]:
     """Context in which each thread uses the process groups in the tables that `tables_of_thread` returns for it.
 
-    In addition, equal DeviceMeshes of different threads must differ, in `==` and so in every cache of torch with a
-    mesh in its key. DeviceMesh provides this for one backend, which it recognises by name. `backend` reports that
-    name.
+    Inside it, equal DeviceMeshes of different threads compare unequal, so that torch's caches that are keyed by a mesh
+    keep them apart. DeviceMesh does this only for the backend named "threaded", so `backend` is reported by that name.
     """
     process, get_backend = distributed_c10d._world, _device_mesh.get_backend
 

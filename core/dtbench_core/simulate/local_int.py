@@ -226,7 +226,7 @@ def _on_rank(value: object, rank: int) -> Any:
     node = getattr(value, "node", value) if not isinstance(value, (int, float)) else value
     if isinstance(node, _LocalNode):
         if rank not in node.values:
-            raise RankDependentError(f"got the number {node}, which rank {rank} does not have")
+            raise RankDependentError(f"got the number {node}, which has no value for rank {rank}")
         return node.values[rank]
     constant = getattr(node, "maybe_as_int", None)  # torch's own constant node
     return node if constant is None else constant()

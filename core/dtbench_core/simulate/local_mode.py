@@ -181,8 +181,8 @@ class LocalTensorMode(TorchDispatchMode):
             ranks = next((group_ranks for group_ranks in groups if rank in group_ranks), None)
             if ranks is None:
                 raise SimulationError(
-                    f"got a collective on the group of ranks {describe_ranks(groups[0])}, which does not say what rank "
-                    f"{rank} does: use the group of a DeviceMesh dim, or declare with declare_group(group, "
+                    f"got a collective on the group of ranks {describe_ranks(groups[0])}, and no sibling group that "
+                    f"contains rank {rank}: use the group of a DeviceMesh dim, or declare with declare_group(group, "
                     "[[0, 1], ...]) which ranks call it together, and take only those (tensor_map)"
                 )
             tables.add(
@@ -436,8 +436,8 @@ def _refuse_grad(*arguments: object) -> None:
         for value in tree_leaves(arguments):
             if isinstance(value, LocalTensor) and value.requires_grad:
                 raise SimulationError(
-                    "got a LocalTensor that requires grad for a function run per rank, which autograd cannot see "
-                    "into: pass it detached, or run it under torch.no_grad()"
+                    "got a LocalTensor that requires grad for a function run per rank, whose ops autograd does "
+                    "not record: pass it detached, or run it under torch.no_grad()"
                 )
 
 

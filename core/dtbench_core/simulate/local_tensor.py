@@ -58,7 +58,7 @@ class LocalTensor(torch.Tensor):
 
     Args:
         local_tensors: global rank -> its tensor. Shapes may differ; the number of dims, dtype and device must not.
-            The tensors must not require grad, since autograd sees only the LocalTensor.
+            The tensors must not require grad, since autograd records only the LocalTensor.
 
     Raises:
         SimulationError: no tensor, or tensors that cannot form a LocalTensor.
@@ -234,8 +234,8 @@ def _common_metadata(
             )
         if tensor.requires_grad:
             raise SimulationError(
-                f"got a tensor that requires grad for rank {rank}, expected a detached tensor: autograd sees only the "
-                "LocalTensor, so pass tensor.detach() and requires_grad=True"
+                f"got a tensor that requires grad for rank {rank}, expected a detached tensor: autograd records "
+                "only the LocalTensor, so pass tensor.detach() and requires_grad=True"
             )
     if len({(t.shape, t.stride()) for t in tensors.values()}) == 1:
         return list(first.shape), list(first.stride()), first.dtype, first.device
@@ -439,7 +439,7 @@ def ranks_of(*values: object) -> tuple[int, ...] | None:
         if ranks is not None and value_ranks is not None and ranks != value_ranks:
             raise SimulationError(
                 f"got tensors or numbers of ranks {describe_ranks(ranks)} together with some of ranks "
-                f"{describe_ranks(value_ranks)}, expected the same ranks: what should the others do?"
+                f"{describe_ranks(value_ranks)}, expected the same ranks: pass values of all these ranks, or take the common ranks with tensor_map"
             )
         ranks = value_ranks or ranks
     return ranks
