@@ -38,8 +38,8 @@ BASE_SEED = 1234
 # Added to the seeds of shards, so that they differ from those of replicas. The value of Megatron-LM's
 # model_parallel_cuda_manual_seed.
 SHARD_SEED_OFFSET = 2718
-# Added to the seeds of plain tensors, so that they differ from those of DTensors. It exceeds any number of ranks, and is below
-# 2^32, since the Mersenne twister of the CPU ignores higher bits.
+# Added to the seeds of plain tensors, so that they differ from those of DTensors. It exceeds any number of ranks, and
+# is below 2^32, since the Mersenne twister of the CPU ignores higher bits.
 PLAIN_SEED_OFFSET = 1 << 24
 
 

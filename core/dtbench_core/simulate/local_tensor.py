@@ -439,7 +439,8 @@ def ranks_of(*values: object) -> tuple[int, ...] | None:
         if ranks is not None and value_ranks is not None and ranks != value_ranks:
             raise SimulationError(
                 f"got tensors or numbers of ranks {describe_ranks(ranks)} together with some of ranks "
-                f"{describe_ranks(value_ranks)}, expected the same ranks: pass values of all these ranks, or take the common ranks with tensor_map"
+                f"{describe_ranks(value_ranks)}, expected the same ranks: pass values of all these "
+                "ranks, or take the common ranks with tensor_map"
             )
         ranks = value_ranks or ranks
     return ranks
