@@ -202,7 +202,7 @@ def _variance(
 def moments(
     op: OpOverload, tensor: Value, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> Value:
-    """Returns the variance or standard deviation, and for `_mean` ops also the mean."""
+    """Returns the variance or standard deviation, and for the variants that end with "_mean" also the mean."""
     if (variance := _variance(tensor, listed_dims(dim, tensor.ndim), correction, keepdim)) is None:
         return NotImplemented
     result = (
