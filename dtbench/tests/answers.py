@@ -73,7 +73,9 @@ def model(axes: Axes, topology: dict[str, Any]) -> None:
 def gate(axes: Axes) -> None:
     """Head over base of each benchmark, sorted, with its interval: a revision that was slowed on purpose."""
     benchmarks = json.loads((RESULTS / "gate" / "slowed.json").read_text())["benchmarks"]
-    effects = sorted((one["effect"]["ratio"], one["effect"], one["verdict"]) for one in benchmarks)
+    effects = sorted(
+        (benchmark["effect"]["ratio"], benchmark["effect"], benchmark["verdict"]) for benchmark in benchmarks
+    )
     for verdict, color in (("same", "0.4"), ("slower", "C3")):
         rows = [(at, effect) for at, (_, effect, verdict_of) in enumerate(effects) if verdict_of == verdict]
         if not rows:

@@ -77,7 +77,7 @@ def _protocols(rng: np.random.Generator, sizes: Times) -> Times:
 
 
 def _algorithms(rng: np.random.Generator, sizes: Times) -> Times:
-    """One of less bandwidth, then one of up to five times the latency: tree and ring, ring and NVLS."""
+    """Switches to an algorithm with more bandwidth and up to five times the latency: tree to ring, ring to NVLS."""
     latency, rate = 10 ** rng.uniform(0.8, 1.8), 10 ** rng.uniform(4, 5.6)
     first, second = latency + sizes / (rate * rng.uniform(0.6, 1)), latency * rng.uniform(1, 5) + sizes / rate
     return np.where(sizes < 2 ** rng.uniform(18, 26), first, second)

@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def dtbench(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs a command line in this process and returns its exit code, stdout and stderr."""
-    # What is slow on a busy machine is not told.
+    # No progress messages, however busy the machine is.
     monkeypatch.setattr("dtbench.engine.progress.SILENT_S", 3600.0)
     for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)

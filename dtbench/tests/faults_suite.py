@@ -51,7 +51,7 @@ def raise_everywhere(error: Exception) -> Callable[[World], Workload]:
 
 
 def end_by(number: signal.Signals, rank: int = 1) -> Callable[[World], Workload]:
-    """That rank gets a signal, once warm."""
+    """Builds an all-reduce in which a signal ends `rank` after the warm-up."""
     return lambda world: reduced(world, alone=lambda: os.kill(os.getpid(), number), on=rank)
 
 

@@ -65,7 +65,7 @@ class Tally:
     called: Counter[int] = field(default_factory=Counter)
 
     def share(self, extra: int) -> str:
-        """Of the benchmarks with so much extra work, how many were called slower."""
+        """Returns the share of benchmarks with `extra` percent more work that were called slower."""
         return share(self.called[extra], self.slowed[extra])
 
 
@@ -139,15 +139,18 @@ def trials(
     count: int,
     seed: int,
 ) -> Tally:
-    """The gate's schedule on rounds drawn from the pool, so many times."""
+    """Runs the gate's schedule `count` times, each on rounds drawn from the pool."""
     tally = Tally()
     for number in range(count):
         drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
         schedule = GateSchedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
         judged, trust = schedule.run()
-        for one in judged:
-            extra, called = int(one.params["extra"]) if slowed else 0, one.verdict is Verdict.SLOWER
-            tally.undecided += one.verdict is Verdict.INCONCLUSIVE
+        for benchmark in judged:
+            extra, called = (
+                int(benchmark.params["extra"]) if slowed else 0,
+                benchmark.verdict is Verdict.SLOWER,
+            )
+            tally.undecided += benchmark.verdict is Verdict.INCONCLUSIVE
             tally.slowed[extra] += 1
             tally.called[extra] += called
         tally.runs += 1

@@ -1,4 +1,4 @@
-"""What `gate_selftest` measures: ops of the core, a third of them with real extra work in one arm.
+"""Benchmarks of `gate_selftest`: ops of the core, three fifths of them with real extra work in one arm.
 
 A call is a loop of 100 calls of the op. In the arm that sets DTBENCH_SELFTEST_EXTRA, the loop is longer: by
 3, 5 or 10 calls in one benchmark of five each, and by none in the other two of five.

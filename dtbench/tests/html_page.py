@@ -24,7 +24,7 @@ def render(runs: Sequence[Run], topology: Mapping[str, Any] | None = None) -> st
 
 
 def section(part_id: str, results: Iterable[Result] = (), **more: Any) -> ReportSection:
-    """One part of the page of these results, filled and not drawn."""
+    """Returns a part of the page of these results, without drawing it."""
     of = Material(sources([made_up.run(list(results))], **more))
     (match,) = [one for part in PARTS if part.id == part_id and (one := part.section(of)) is not None]
     return match
@@ -66,7 +66,7 @@ def harmless(text: str) -> "Page":
 
 
 class Page(HTMLParser):
-    """What the tests look at: tags, ids, and the text of each section."""
+    """A parsed page: its tags, ids, table rows, and the text of each section."""
 
     VOID = frozenset({"meta", "link", "br", "hr", "img", "input"})
 
@@ -116,7 +116,7 @@ class Page(HTMLParser):
         return match
 
 
-# Of a text's box, at each side: above and below its letters it has room for accents and descenders.
+# Blank margin at each side of a text's box: it has room for accents and descenders.
 SLACK_PX = 1.5
 
 

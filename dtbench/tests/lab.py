@@ -42,7 +42,7 @@ _TOOLS = ("ip", "tc", "nsenter", "unshare", "setpriv", "mount", "hostname")
 
 @dataclass(frozen=True)
 class Lab:
-    """`hosts` namespaces, each with a link of so many bits per second each way."""
+    """`hosts` namespaces; each has a link of `rate_bit_per_s` in each direction."""
 
     name: str
     hosts: int
@@ -50,12 +50,12 @@ class Lab:
 
     @property
     def namespaces(self) -> list[str]:
-        """Of the hosts, in their order."""
+        """Names of the hosts' namespaces, in host order."""
         return [f"dtlab-{self.name}-{host}" for host in range(self.hosts)]
 
     @property
     def addresses(self) -> dict[str, str]:
-        """By host name, in their order."""
+        """Host name -> IP address, in host order."""
         return {f"{self.name}-{host}": f"10.210.0.{101 + host}" for host in range(self.hosts)}
 
 
@@ -133,7 +133,7 @@ def pids_in(namespace: str) -> list[int]:
 
 
 def run_tool(*command: str) -> str:
-    """What the command prints.
+    """Runs a command and returns its stdout.
 
     Raises:
         UsageError: it fails; the message says how.
@@ -180,7 +180,10 @@ def run(lab: Lab, ranks_per_host: int, command: Sequence[str]) -> int:
 
 
 def _entry(lab: Lab, host: int, hosts_file: Path) -> list[str]:
-    """What starts a program inside a host, with a host name of its own; the kernel ends it with this process."""
+    """Returns the command prefix that runs a program inside a host, under its host name.
+
+    The kernel ends the program together with this process.
+    """
     setup = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
     network = f"--net=/var/run/netns/{lab.namespaces[host]}"
     inside = ["unshare", "--uts", "--mount", "--", "sh", "-c", setup, "sh"]

@@ -22,7 +22,7 @@ SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
 TRUTH = {"dp": (0.4, 250.0), "tp": (1.6, 90.0)}
 BUSBW_FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1.0}
 
-# One result of each status that is not ok.
+# A result for each status except ok.
 NOT_OK = (
     Result("collectives", "all_to_all", "c10d", {"mesh_dim": "tp"}, "wrong", "got 3, expected 4", rank=1),
     Result("bucketer", "reduce_scatter", "core", {"mesh_dim": "tp"}, "failed", "out of memory", rank=3),
@@ -108,8 +108,8 @@ def run(results: Sequence[Result], path: str = "made-up.jsonl", complete: bool =
 def write(path: Path, run: Run) -> Path:
     """The run as a file."""
     with RunWriter.create(path, run.header) as writer:
-        for one in run.results:
-            writer.append(one)
+        for result in run.results:
+            writer.append(result)
         writer.end()
     return path
 

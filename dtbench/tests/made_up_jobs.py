@@ -114,7 +114,7 @@ def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
         "backend": "nccl",
         "torch": "2.9.0",
         "ranks": tuple(rank_job(rank, late_s[rank]) for rank in range(ranks)),
-        "collectives": tuple(one for rank in range(ranks) for one in collectives(rank)),
+        "collectives": tuple(collective for rank in range(ranks) for collective in collectives(rank)),
         "waits": (dp, replace(dp, mesh_dim="tp", group_size=4, last_counts={}, late_s={}, unclear=192)),
         "aligned_by": "ends of collectives",
         "drawn_step": 12,

@@ -26,7 +26,7 @@ def time_us(size: int, in_place: bool = False) -> float:
 
 
 def digits(value: float, width: int) -> str:
-    """A number in so many columns, as nccl-tests shortens it."""
+    """Formats a number in `width` columns, shortened as by nccl-tests."""
     for decimals in (2, 1, 0):
         text = f"{value:{width}.{decimals}f}"
         if len(text) <= width:
@@ -123,7 +123,7 @@ def _titles(collective: str, era: str) -> list[str]:
     ]
 
 
-# Where further columns stand in a row of `table`, as the number of columns before them.
+# Positions of further columns in a row of `table`: the number of columns before them.
 PLACES = {"before redop": 3, "before the times": 5, "between the placements": 9, "behind": 13}
 
 

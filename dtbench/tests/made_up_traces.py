@@ -70,7 +70,7 @@ def header(rank: int = 0, world: int = 2, groups: Sequence[Event] | None = None,
 
 
 def text_of(events: Sequence[Event], head: Event | None = None, **tail: Any) -> bytes:
-    """As Kineto writes it: what comes after the events, too."""
+    """Returns a trace as Kineto writes it, including the fields after the events."""
     document = (header() if head is None else head) | {"traceEvents": events} | {"traceName": "x.json"} | tail
     return json.dumps(document, indent=1).encode()
 

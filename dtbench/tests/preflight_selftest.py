@@ -55,7 +55,7 @@ HOSTS, RATE = 8, 100_000_000
 SLOW_HOST = 5
 REPS = 16
 TRIALS, FAULT_TRIALS = 1000, 200
-# What is aimed at: of healthy preflights so many may name anything; so many slow links are to be named.
+# Goals: the share of healthy preflights that may name anything, and of slow links that must be named.
 FALSE, FOUND = 0.005, 0.99
 
 
@@ -66,7 +66,7 @@ def gather_pool(world: ExaminedWorld, reps: int) -> Generator[ProbeCommand, Answ
         first = yield pairs(rounds[:1], 2, FIRST_BYTES)
         size = fitting(FIRST_BYTES, median(min(first[a][0]) for a, _ in rounds[0]))
         together = yield pairs(rounds, reps, size)
-        all_pairs = [pair for one in rounds for pair in one]
+        all_pairs = [pair for pairs_of_round in rounds for pair in pairs_of_round]
         alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
         pool["pairs"][kind] = {
             "bytes": size,
@@ -124,7 +124,7 @@ class PoolAnswers:
         self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
 
     def answer(self, command: ProbeCommand) -> list[Any]:
-        """What each rank would have measured."""
+        """Returns the answer of each rank."""
         if command["do"] == "place":
             return list(self._pool["places"])
         kinds = {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}
@@ -170,7 +170,7 @@ class PoolAnswers:
 def drive(
     examining: Generator[ProbeCommand, Answers, Any], answer: Callable[[ProbeCommand], list[Any]]
 ) -> Any:
-    """What comes out, where commands are answered so."""
+    """Runs an examination, answers its commands with `answer`, and returns its result."""
     command = next(examining)
     while True:
         try:
@@ -190,14 +190,14 @@ class TrialCounts:
 
 
 def judge(pools: Sequence[Mapping[str, Any]], trials: int, slow: int | None) -> TrialCounts:
-    """So many trials, shared among the pools."""
+    """Runs `trials` trials, distributed over the pools; `slow` is the slowed host, if any."""
     tally = TrialCounts()
     for number in range(trials):
         drawn = PoolAnswers(pools[number % len(pools)], number)
         findings = drive(examine(drawn.world), drawn.answer).findings
-        wrong = {one.kind for one in findings if slow not in one.ranks}
+        wrong = {finding.kind for finding in findings if slow not in finding.ranks}
         tally.trials += 1
-        tally.named += any(one.ranks == (slow,) for one in findings)
+        tally.named += any(finding.ranks == (slow,) for finding in findings)
         tally.wrong += bool(wrong)
         tally.wrong_kinds.update(wrong)
     return tally
@@ -236,7 +236,7 @@ def selftest(output: Path) -> int:
 
 
 def _gather(share: float) -> dict[str, Any]:
-    """One launch of real ranks, one per host."""
+    """Launches real ranks, one per host, and returns the pool that they gathered."""
     print_status(f"gathering: the link of host {SLOW_HOST} at {share:.0%}")
     lab = hosts.Lab(f"p{os.getpid() % 100000}", HOSTS, RATE)
     with scratch() as folder, hosts.temporary(lab):

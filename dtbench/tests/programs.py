@@ -78,7 +78,7 @@ def start(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[st
 
 
 class Forked:
-    """What torch's launcher and `start` use of a Popen."""
+    """A forked process with the part of Popen's interface that torch's launcher and `start` use."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], files: Sequence[str], cwd: Path) -> None:
         self._process = START.Process(target=_enter, args=(argv, dict(env), files, str(cwd)))

@@ -38,7 +38,7 @@ def profile_in(folder: Path, **fields: Any) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What is read in place of traces that are read: their names."""
+    """Replaces the reading of traces by a made-up job; returns the file names of each call."""
     names: list[list[str]] = []
 
     def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()) -> Job:

@@ -307,7 +307,7 @@ def test_lateness_that_adds_little_to_a_step_is_no_verdict(tmp_path: Path) -> No
     assert late and late[0].head_s > 5 * late[0].base_s and analysis.exit_code == 0
 
 
-# As traces have them, with what they communicate.
+# Kernel name in a trace -> collective.
 COMMUNICATE = {
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*, vllm::RankSignals, int)": "all_reduce",
     "void vllm::cross_device_reduce_2stage<__half, 4>(vllm::RankData*, int)": "all_reduce",
@@ -435,7 +435,7 @@ DOUBT = "rank 0: kernels that count as computation may communicate: {}; dtbench 
         # A copy of torch's own before a collective, and what computes elsewhere, too.
         ([kernel(0, 900), nccl(0, 100), kernel(100, 40, "void at::native::cat<1>(x)", 20)], ""),
         ([kernel(0, 900, STRANGER), nccl(0, 100), kernel(100, 40, STRANGER, 20)], ""),
-        # One stream for all, as under inference.
+        # A single stream, as in inference.
         ([kernel(0, 900, stream=20), nccl(900, 100), kernel(1000, 40, STRANGER, 20)], ""),
         ([kernel(0, 900), kernel(900, 30, "void blockAllReduce<4>(x)")], ""),
         ([kernel(0, 900), kernel(900, 30, "triton_poi_fused_all_gather_into_tensor_3")], ""),

@@ -128,7 +128,7 @@ def test_event_between_steps_may_last_longer_than_a_step(tmp_path: Path) -> None
 
 
 def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path) -> None:
-    """As where one profile is exported twice. Kernels of one graph on two streams are two."""
+    """A profile that is exported twice repeats events. Kernels of a graph on two streams are no repetition."""
     gpu = [
         *BUSY,
         *steps(3),
@@ -506,7 +506,7 @@ def test_traces_that_start_at_different_calls_match_by_sequence_number(tmp_path:
 
 
 def test_waits_of_subgroups_use_separate_clocks(tmp_path: Path) -> None:
-    """Of 2 x 2 ranks each pair has calls of its own under the same numbers."""
+    """On 2 x 2 ranks, the calls of each pair have the same sequence numbers."""
     for rank, n in itertools.product(range(4), range(1)):
         pair = rank // 2 * 2
         group = {"pg_name": f"tp{pair}", "pg_desc": "mesh_tp", "ranks": [pair, pair + 1]}

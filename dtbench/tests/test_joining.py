@@ -1,4 +1,4 @@
-"""Ranks of other launchers: where they find their place, and how long they wait for one another."""
+"""Ranks of other launchers: how they find rank and size, and how long they wait for each other."""
 
 import contextlib
 import os
@@ -373,7 +373,7 @@ def test_agree_gives_all_ranks_the_same_decision_over_a_store(size: int) -> None
 
 
 def test_agree_gives_up_after_a_reported_failure() -> None:
-    """The others may wait for it in a collective, or have ended; nobody watches a process group of a user's."""
+    """The other ranks may wait in a collective or have ended, and a user's process group has no watchdog."""
     from torch.distributed import HashStore
 
     ranks = StoreRanks(HashStore(), 1, 2, None, timedelta(seconds=0.1))

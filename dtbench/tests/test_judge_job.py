@@ -1,4 +1,4 @@
-"""What is said of a job's communication: beside its links, what that would be worth, and what changed."""
+"""Analysis of a job's communication: comparison with its links, possible savings, and changes against a base."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 def a_call(rank: int = 0, **changed: Any) -> Collective:
-    """Of 100 calls over dp that take 30 ms each, 20 of them to move 25 MiB."""
+    """Returns 100 calls over dp of 30 ms each, of which 20 ms transfer 25 MiB."""
     call = Collective(
         rank=rank,
         collective="all_reduce",
@@ -43,7 +43,7 @@ def a_call(rank: int = 0, **changed: Any) -> Collective:
 
 
 def a_rank(rank: int = 0, steps: int = 10, step_s: float = 1.0, computation_s: float = 0.6) -> RankJob:
-    """Whose steps are computation, 0.1 s idle, and exposed communication over dp."""
+    """Returns a rank whose steps are computation, 0.1 s idle, and exposed communication over dp."""
     exposed_s = step_s - computation_s - 0.1
     step = StepParts(
         step_s=step_s,
@@ -137,7 +137,7 @@ def saved(job: Job, links: tuple[LinkComparison, ...] = ()) -> dict[str, float]:
 def test_estimate_savings_of_calibrated_links_and_hidden_communication():
     job = a_job(a_call(count=10), a_call(collective="barrier", bytes=None))
     links = compare_links(job, the_topology())
-    # One call a step, of 20 ms instead of 12.2; what nothing stands beside saves nothing.
+    # One call per step takes 20 ms instead of 12.2 ms; calls without a reference save nothing.
     assert saved(job, links) == {"hidden": 0.3, "calibrated": 0.02 - 10e-6 - 25 / 2048}
     assert saved(job) == {"hidden": 0.3}
     assert saved(a_job(a_call(count=1000)), links)["calibrated"] == 0.3  # no more than is exposed
@@ -146,7 +146,7 @@ def test_estimate_savings_of_calibrated_links_and_hidden_communication():
 
 
 def test_savings_are_parts_of_what_is_exposed():
-    """Of the rank that exposes most: links and waits are two parts of it."""
+    """Savings from links and from waiting are parts of the exposed time of the rank that exposes most."""
     rank = a_rank()
     waited = replace(rank, dims=(replace(rank.dims[0], waiting_s=2.95),))
     links = compare_links(a_job(a_call(count=1000)), the_topology())

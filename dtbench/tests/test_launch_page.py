@@ -24,7 +24,7 @@ Bash = Callable[[list[str], dict[str, str]], list[str]]
 
 @pytest.fixture
 def bash(tmp_path: Path) -> Bash:
-    """What a script calls torchrun with, as a node's shell runs it. srun passes on what follows its options."""
+    """Runs a script like a node's shell and returns the arguments that it passes to torchrun."""
     for name, text in (
         ("torchrun", "printf '%s\\0' \"$@\""),
         ("scontrol", "printf 'host-a\\nhost-b\\n'"),
@@ -74,7 +74,7 @@ def test_a_torchx_component_starts_the_command(bash: Bash, monkeypatch: pytest.M
     exec(FILES["component.py"], names)
     (role,) = names["job"](cpu=8, mem_mb=1000).roles
     assert (role.num_replicas, role.resource.gpu) == (2, 8)
-    # As torchx.specs.macros.Values.apply fills a role's arguments in.
+    # Fills in a role's arguments like torchx.specs.macros.Values.apply.
     values = {"replica_id": "1", "rank0_env": "FIRST_HOST"}
     arguments = [Template(word).safe_substitute(values) for word in role.args]
     assert bash(arguments, {"FIRST_HOST": "host-a"}) == [*TORCHRUN, *COMMAND]

@@ -51,7 +51,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetNvLinkState=lambda handle, link: [1, 0, 1][link],
         nvmlDeviceGetNvLinkVersion=lambda handle, link: 4,
         nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=b"00000000:1B:00.0"),
-        # Of the links that are up: a GPU, a switch.
+        # Peers of the two active links: a GPU and a switch.
         nvmlDeviceGetNvLinkRemoteDeviceType=lambda handle, link: {0: 0, 2: 2}[link],
         nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId="00000000:C1:00.0"),
     )

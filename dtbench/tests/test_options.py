@@ -293,7 +293,7 @@ def swept_result(name: str, size: int, seconds: float, impl: str = "c10d", **mor
 
 
 def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
-    """What is added to the sweep of a curve, in the order of measuring."""
+    """Returns the sizes that refinement adds to the sweep of a curve, in the order of measuring."""
     added: list[Result] = []
     while True:
         swept = [swept_result("x", size, curve(size)) for size in sizes]

@@ -95,11 +95,11 @@ class Visit:
         self.context.close()
 
     def pages(self) -> int:
-        """How many it has on paper, by the PDF's tree of pages."""
+        """Number of printed pages, from the PDF's page tree."""
         return max(map(int, re.findall(rb"/Count (\d+)", self.page.pdf(format="A4"))))
 
     def cases(self) -> list[str]:
-        """Those that the table of changes shows, in its order."""
+        """Cases that the table of changes shows, in order."""
         rows = "[...document.querySelectorAll('#changes-table tbody tr')].filter(r => !r.hidden)"
         return [text.split()[0] for text in self.page.evaluate(f"{rows}.map(r => r.cells[1].textContent)")]
 

@@ -259,7 +259,7 @@ def test_search_respects_the_memory_limit() -> None:
 
 @pytest.mark.parametrize(("inner", "slower"), [(1, 1), (2, 4), (4, 4), (8, 1)])
 def test_groups_that_share_adapters_get_a_reduced_bandwidth(inner: int, slower: float) -> None:
-    """One group over all ranks of a node and one adapter per group reach all; two or four groups a quarter."""
+    """One group per node, or eight with an adapter each, reach the full bandwidth; two or four groups a quarter."""
     alone, shared = (
         NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share)))
         for share in (1.0, 0.25)

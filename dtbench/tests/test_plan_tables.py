@@ -226,7 +226,7 @@ def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> No
     assert prediction_intervals.interval(job(256), layout(dp=256), machine) == pytest.approx(
         (0.5**1.8, 4**1.8)
     )
-    # What is off to one side may be off to the other where nothing was measured.
+    # Beyond the measured range, errors in one direction may also occur in the other.
     slow = structs.replace(machine, error=ErrorBounds(low=1.25, high=2.0, kinds={}))
     assert prediction_intervals.interval(job(256), layout(dp=256), slow) == pytest.approx((0.5**1.8, 2**1.8))
     assert prediction_intervals.interval(job(64), layout(dp=64), slow) == (1.25, 2.0)

@@ -41,24 +41,26 @@ from dtbench.tests.made_up_topology import a_topology, ring_dim
 @given(st.integers(1, 70))
 def test_rounds_are_of_disjoint_pairs(n: int) -> None:
     rounds = matchings(n)
-    for one in rounds:
-        ranks = [rank for pair in one for rank in pair]
+    for pairs_of_round in rounds:
+        ranks = [rank for pair in pairs_of_round for rank in pair]
         assert len(set(ranks)) == len(ranks)
-        assert all(0 <= a < b < n for a, b in one)
+        assert all(0 <= a < b < n for a, b in pairs_of_round)
     if n <= ALL_PAIRS_UP_TO:
-        assert sorted(pair for one in rounds for pair in one) == [
+        assert sorted(pair for pairs_of_round in rounds for pair in pairs_of_round) == [
             (a, b) for a in range(n) for b in range(a + 1, n)
         ]
         assert len(rounds) <= n
     else:
-        assert {rank for one in rounds for pair in one for rank in pair} == set(range(n))
+        assert {rank for pairs_of_round in rounds for pair in pairs_of_round for rank in pair} == set(
+            range(n)
+        )
 
 
 def test_kinds_of_links_are_not_mixed() -> None:
     hosts = ("a", "a", "b", "b", "b", "c")
     rounds_by_kind = rounds_of(hosts)
     for kind, rounds in rounds_by_kind.items():
-        for a, b in (pair for one in rounds for pair in one):
+        for a, b in (pair for pairs_of_round in rounds for pair in pairs_of_round):
             assert (hosts[a] == hosts[b]) == (kind == INSIDE)
     assert {pair for one in rounds_by_kind[INSIDE] for pair in one} == {(0, 1), (2, 3), (2, 4), (3, 4)}
     assert {pair for one in rounds_by_kind[BETWEEN] for pair in one} == {(0, 2), (1, 3), (0, 5), (2, 5)}
@@ -99,7 +101,7 @@ class FakeRanks:
                     speed = 1e9 if self.world.hosts[a] == self.world.hosts[b] else 1e8
                     seconds = command["bytes"] / speed / self._link(a, b)
                     answers[a][at] = [self._time(seconds) for _ in range(command["reps"])]
-                    answers[b][at] = [one * 0.9 for one in answers[a][at]]  # the slower rank counts
+                    answers[b][at] = [answer * 0.9 for answer in answers[a][at]]  # the slower rank counts
             return answers
         if command["do"] == "place":
             return [(host, list(range(self.cpus)), 1) for host in self.world.hosts]
@@ -161,7 +163,7 @@ def test_examine_names_a_slow_link_host_or_rank(
     hosts: list[str], slow: Callable[[int, int], object], named: dict[str, tuple[int, ...]]
 ) -> None:
     examination = FakeRanks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
-    assert {one.what: one.ranks for one in examination.findings} == named
+    assert {finding.what: finding.ranks for finding in examination.findings} == named
 
 
 def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
@@ -171,7 +173,9 @@ def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
     assert turns_of(range(3), [("a", [], 64)] * 3) == [[0, 1, 2]]  # each on a GPU
     ranks = FakeRanks(hosts_of(1, 8), work={3: 0.5})
     assert [one.what for one in ranks.examine().findings] == ["rank 3 (node-0)"]
-    assert all(len(turn) <= 2 for one in ranks.commands if one["do"] == "work" for turn in one["turns"])
+    assert all(
+        len(turn) <= 2 for command in ranks.commands if command["do"] == "work" for turn in command["turns"]
+    )
 
 
 def test_examine_repeats_a_slow_measurement_before_naming_it() -> None:
@@ -238,7 +242,7 @@ def forgetting(ranks: FakeRanks) -> Callable[[dict[str, Any]], list[Any]]:
 def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: float, hosts: int) -> None:
     """Healthy means: each link and rank of the tables is near the median or has a row of its own below."""
     examination = FakeRanks(hosts_of(hosts, 2), noise=noise, seed=seed).examine()
-    again = {(one.finding.kind, one.finding.ranks) for one in examination.rechecks}
+    again = {(recheck.finding.kind, recheck.finding.ranks) for recheck in examination.rechecks}
     cut = any("were measured again" in note for note in examination.notes)
     for kind, of in examination.pairs.items():
         usual = median(map(of.seconds, of.exchanges))
@@ -252,7 +256,9 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     for kind, times in examination.work_s.items():
         for rank, seconds in enumerate(times):
             assert median(times) / seconds >= 0.9 or cut or len(times) < 3 or (kind, (rank,)) in again
-    uncertain = [one for one in examination.rechecks if one.finding.share <= 0.9 and not one.slow]
+    uncertain = [
+        recheck for recheck in examination.rechecks if recheck.finding.share <= 0.9 and not recheck.slow
+    ]
     line = summary_line(file_of(examination, 3.0, "cpu"))
     assert not (uncertain and "healthy" in line)
     if uncertain and not examination.findings:

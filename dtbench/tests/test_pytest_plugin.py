@@ -83,7 +83,7 @@ def run_pytest(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> str:
 
 def test_plugin_collects_the_cases_of_a_suite_as_tests(folder: Path) -> None:
     out = run_pytest(folder, "my_suite.py", "--dtbench-quick", "--benchmark-json=x.json", "-v")
-    # What does not follow from the number of ranks runs on one; the sums say what they need.
+    # Cases that do not depend on the number of ranks run on one rank; the others report what they need.
     assert "4 passed, 2 skipped" in out, out
     assert "2 skipped: needs several ranks: torchrun --nproc-per-node 4 -m pytest" in out
     ids = re.findall(r"my_suite\.py::(\S+)", out)

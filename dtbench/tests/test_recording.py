@@ -1,4 +1,4 @@
-"""The recording of a user's job: what it leaves as it is, what it records, and what it says of a bad end."""
+"""Recording of a user's job: the job is unchanged, steps are recorded, and failures are reported."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ from dtbench.traces.recording import Recording, record
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 JOBS = Path(__file__).with_name("job_programs.py")
-# One rank that takes steps; what is to happen in one of them stands in STEP.
+# A program of one rank that runs steps; tests replace STEP by code.
 TRAINING = """
 import os, signal, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)

@@ -239,7 +239,7 @@ def test_gpus_are_told_by_model_and_form(gpu: str, link: str, alike: bool) -> No
 def test_kinds_are_told_by_ranks_and_hosts() -> None:
     def names(**changes: object) -> set[str]:
         comparison = compared(table(**changes), list(reference.read_systems()))  # type: ignore[arg-type]
-        return {one.name for one in comparison.systems}
+        return {system.name for system in comparison.systems}
 
     assert names() == {"8xH100-AWS-p5", "8xH100-HBM3"}
     assert names(ranks=16, hosts=2) == {"2x8-H100-AWS-p5", "2x8-H100-GCP-A3-Mega"}
@@ -256,7 +256,7 @@ def test_kinds_are_told_by_ranks_and_hosts() -> None:
 
 
 def test_no_public_system_is_low_beside_the_others_of_its_kind() -> None:
-    """What LOW and MIN_SIZE are chosen for; across hosts those of another network cannot be told."""
+    """LOW and MIN_SIZE are chosen for this. Across hosts, systems with other networks cannot be judged."""
     everything = list(public_systems())
     seen = []
     for mine in everything:

@@ -171,7 +171,7 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
         for r in results:
             if (r.params["call"], r.params["pass"]) == ("cached", pass_) and r.time_s:
                 minima.setdefault((r.name, *r.params.items()), {})[r.impl] = r.time_s.min
-        mean = statistics.geometric_mean(of["core"] / of["torch"] for of in minima.values())
+        mean = statistics.geometric_mean(times["core"] / times["torch"] for times in minima.values())
         words = f"For cached {kind}, the core is {1 / mean:.2f}× faster than torch"
         assert f"{words} (geometric mean of {len(minima)} cases)" in shown.lead
         assert f"cached call ({kind}): geometric mean of {len(minima)} cases" in shown.headlines[at - 3][1]

@@ -185,7 +185,7 @@ def hostile_topology(topology: CalibratedTopology) -> CalibratedTopology:
     fitted = hostile(plain, ()) | {"kind": "topology", "mesh": plain["mesh"]}
     fitted["dims"][0]["collectives"] = {HOSTILE: next(iter(fitted["dims"][0]["collectives"].values()))}
     for at, (dim, original) in enumerate(zip(fitted["dims"], plain["dims"], strict=True)):
-        # What is one of a few words stays one; names differ, whatever else they are.
+        # Fields with a fixed set of values stay valid, and names stay unique.
         dim |= {name: original[name] for name in ("groups_sharing", "layout", "builtin", "residuals")}
         dim |= {"name": HOSTILE + str(at), "warnings": [HOSTILE]}
     return msgspec.convert(fitted, CalibratedTopology)
@@ -330,10 +330,10 @@ def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
     of_seconds = (axes.value_axis([low, high]), axes.times_axis([low, high]), history.close_axis([low, high]))
     for axis, scale in (*((axis, 1) for axis in of_seconds), (sizes, 1e9)):
         assert axis.low <= scale * low <= scale * high <= axis.high
-        for of in axis.ticks:
-            ticks = [axis.format(t) for t in of if axis.low <= t <= axis.high]
+        for positions in axis.ticks:
+            ticks = [axis.format(t) for t in positions if axis.low <= t <= axis.high]
             assert len(ticks) <= 9 and len(set(ticks)) == len(ticks)
-        assert low == high or any(sum(axis.low <= t <= axis.high for t in of) >= 3 for of in axis.ticks)
+        assert low == high or any(sum(axis.low <= t <= axis.high for t in positions) >= 3 for positions in axis.ticks)
 
 
 @pytest.mark.parametrize(("width", "ticks"), [(900, 4), (200, 4), (150, 3)])

@@ -81,7 +81,7 @@ def test_faults_that_leave_the_world_standing_end_one_case_each(here: Path) -> N
     assert good.time_s is not None and good.rank_samples_s.keys() == {"0", "1"}
     assert good.samples_s == tuple(map(max, zip(*good.rank_samples_s.values(), strict=True)))
     assert good.counters["bytes"] == 16 and good.counters["skew_s"] >= 0
-    # One plain line per result, and the last says what there is.
+    # A plain line per result; the last line counts them.
     lines = done.stdout.splitlines()
     (last,) = [i for i, line in enumerate(lines) if line.startswith("x.jsonl: ")]
     assert "starting 2 processes, loading torch" in lines[:2] and "12 results to measure" in done.stdout
@@ -225,7 +225,7 @@ def test_the_end_of_a_program_is_that_of_what_it_started(tmp_path: Path):
         assert program.wait(0.01) is None
     assert program.end() == -signal.SIGKILL
     with os.fdopen(read) as lines:
-        assert lines.read() == "", "nobody holds its output any more"
+        assert lines.read() == "", "no process has its output open"
 
 
 def test_a_fork_ends_with_what_its_function_returns():

@@ -81,7 +81,7 @@ def test_quantiles_are_numpys_to_the_last_bit(samples: list[float], share: float
     theirs = float(np.quantile(np.array(samples), share))
     assert stats.quantile(samples, share) == theirs
     assert stats.batch_quantiles([np.array(samples)] * 2, [share, None]) == [theirs, None]
-    # What stood here for the figures of a launch: numpy's quantiles, put in order.
+    # The reference for timing_quantiles: numpy's quantiles, in order and within the samples.
     quantiles = np.clip(np.quantile(samples, [0.25, 0.5, 0.75, 0.95]), min(samples), max(samples))
     expected = [min(samples), *np.maximum.accumulate(quantiles).tolist(), max(samples)]
     assert stats.timing_quantiles(samples) == expected

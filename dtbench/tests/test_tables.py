@@ -1,4 +1,4 @@
-"""What the terminal shows: every figure whole, foreign text harmless, JSON strict."""
+"""Terminal tables and the layout of ranks: complete figures, escaped foreign text, strict JSON."""
 
 import io
 import json
@@ -456,7 +456,7 @@ def test_arrivals_extend_a_sample_to_the_end_of_the_last_rank() -> None:
     result = timed("dp", rank_arrivals_s=late)
     assert from_last_arrival_s(result, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
     assert from_last_arrival_s(result, [[0, 2]]) == (5.0, 8.0)
-    # What cannot be, as no rank's reading is so short or so long, is brought back to what can.
+    # Impossible arrivals are limited to the range of the readings.
     impossible = timed("dp", rank_arrivals_s={"0": (0.0, 0.0), "2": (9.0, 0.0)})
     assert from_last_arrival_s(impossible, [[0, 2]]) == (3.0, 9.0)
     assert from_last_arrival_s(timed("dp", rank_arrivals_s={"0": (2.0,)}), [[0, 2]]) == ()
@@ -467,7 +467,7 @@ def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None
     """Rank 1, on another host whose clock is 5 s ahead, leaves every barrier 10 us after rank 0."""
     started = {0: [100, 200_100, 400_100], 1: [5 * 10**9 + t + 10_000 for t in (100, 200_100, 400_100)]}
     late_s = lateness_s(started, {0: "a", 1: "b"}, {0: SAME_CLOCK, 1: Offset(-5e9 + 40, error_ns)})
-    # Where the ping bounds it loosely, the barriers are believed; else as far as the ping allows.
+    # With a loose bound from the ping, the barriers decide; otherwise only within that bound.
     late_ns = 0 if error_ns > 10_000 else 10_000 + 40 - error_ns
     assert late_s[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
 

@@ -1,7 +1,6 @@
-"""Which tests are slow, and why; every other one is fast. `make test` runs the fast tier, `make test-all` both.
+"""Marks tests as slow, with the reason; all others are fast. `make test` runs the fast tier, `make test-all` both.
 
-A test file's conftest takes the hook from here. Tests are named as pytest prints them, by patterns of fnmatch
-in which `[` stands for itself.
+Each conftest imports the hook from here. Patterns are those of fnmatch, except that `[` is literal.
 """
 
 import fnmatch
@@ -17,7 +16,7 @@ hypothesis.settings.load_profile("untimed")
 SLOW = {
     "dtbench/tests/test_damaged_files.py::*[*-400]": "hundreds of damaged files of each kind",
     "dtbench/tests/test_job_cli.py::test_page_with_the_most_lanes*": "a page at its largest",
-    # What of a user's machine it takes.
+    # Tests that need programs or rights of the machine.
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
     "dtbench/tests/test_docs.py::test_commands*": "every command of the start page",
@@ -55,7 +54,7 @@ SLOW = {
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 
-# One of each kind of what the patterns above hold.
+# Fast exceptions from the patterns above, one of each kind.
 FAST = (
     "core/tests/test_compile.py::test_compiled[block]",
     "core/tests/test_compile_from_local.py::test_graphs_do_not_ask_other_ranks",
