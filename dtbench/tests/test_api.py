@@ -1,20 +1,19 @@
 """`import dtbench`: measuring, reading and judging from a program."""
 
-from __future__ import annotations
-
+import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dtbench
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
-from dtbench.records.result import Result
-from dtbench.records.run import RunWriter
 from dtbench.suite import Case, RunOptions, Skip, Workload
 from dtbench.suite.registry import Suite
 from dtbench.tests import made_up
@@ -23,22 +22,14 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Path:
+def two_suites(tmp_path: Path) -> Path:
     """A file with results of two suites."""
     results = [
         made_up.result("collectives", "all_reduce", "c10d", {"size": 64, "mesh_dim": "tp"}, [1e-3, 2e-3]),
         made_up.result("dispatch", HOSTILE, "core", {"call": "cached"}, [1e-6, 2e-6]),
         made_up.result("dispatch", HOSTILE, "torch", {"call": "cached"}, [2e-6, 3e-6]),
     ]
-    return written(tmp_path / "run.jsonl", results)
-
-
-def written(path: Path, results: Iterable[Result]) -> Path:
-    with RunWriter.create(path, made_up.header()) as writer:
-        for result in results:
-            writer.append(result)
-        writer.end()
-    return path
+    return made_up.write(tmp_path / "run.jsonl", made_up.run(results))
 
 
 def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
@@ -55,7 +46,7 @@ def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
     ops = [
         made_up.result("dispatch", op, impl, {}, [1e-6, 2e-6]) for op in "ab" for impl in ("core", "torch")
     ]
-    run = dtbench.load(written(tmp_path / "both.jsonl", [*sizes, *ops]))
+    run = dtbench.load(made_up.write(tmp_path / "both.jsonl", made_up.run([*sizes, *ops])))
     assert repr(run).endswith("both.jsonl: 10 ok>")
     print(run)  # noqa: T201
     out = capsys.readouterr().out
@@ -79,45 +70,23 @@ def test_results_print_as_the_table_and_plot(tmp_path: Path, capsys):
 def test_importing_loads_neither_torch_nor_pandas():
     code = "import sys, dtbench; dtbench.load; dtbench.run; print(sorted({'torch', 'pandas'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-    assert set(dtbench.__all__) <= set(dir(dtbench))
+    assert done.stdout.strip() == "[]" and set(dtbench.__all__) <= set(dir(dtbench))
     with pytest.raises(AttributeError, match="no attribute 'measure'"):
         dtbench.measure  # noqa: B018
 
 
 def test_functions_are_measured_here_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    calls = {"one": 0, "two": 0}
-
-    def count(name: str) -> None:
-        calls[name] += 1
-
-    path = tmp_path / "here.jsonl"
-    run = dtbench.run({n: lambda n=n: count(n) for n in calls}, output=path, clock="host")
+    calls, path = Counter[str](), tmp_path / "here.jsonl"
+    functions = {name: lambda name=name: calls.update([name]) for name in ("one", "two")}
+    run = dtbench.run(functions, output=path, clock="host")
     assert [(r.name, r.impl, r.status, r.clock) for r in run.results] == [
         ("functions", "one", "ok", "host"),
         ("functions", "two", "ok", "host"),
     ]
     assert all(calls[r.impl] > r.time_s.n for r in run.results)  # the warm-up, too
-    assert "two" in capsys.readouterr().out
-    assert dtbench.load(path).results == run.results
+    assert "two" in capsys.readouterr().out and dtbench.load(path).results == run.results
     with pytest.raises(OutputError, match="exists already"):
         dtbench.run(lambda: None, output=path)
-
-
-class ScatteringClock:
-    """Every second sample takes twice as long as the one before."""
-
-    started_ns, error_ns = 0, 0.0
-
-    def __init__(self, call_s: float) -> None:
-        self.call_s, self.samples = call_s, 0
-
-    def settle(self, *, cold: bool = False) -> None:
-        assert not cold
-
-    def measure(self, run: Callable[[], object], calls: int) -> float:
-        self.samples += 1
-        return self.call_s * (1 + self.samples % 2)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +99,13 @@ class ScatteringClock:
 def test_few_or_scattered_samples_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, call_s: float, doubts: list[str]
 ):
-    clock = ScatteringClock(call_s)
+    times_s = itertools.cycle((2 * call_s, call_s))
+    clock = SimpleNamespace(
+        started_ns=0,
+        error_ns=0.0,
+        settle=lambda *, cold=False: None,
+        measure=lambda _run, _calls: next(times_s),
+    )
     monkeypatch.setattr("dtbench.engine.session.clocks_of", lambda _device: {"host": clock, "device": clock})
     (result,) = dtbench.run(lambda: None, progress=False).results
     assert result.status == "ok" and result.counters["threads"] == torch.get_num_threads()
@@ -156,7 +131,7 @@ def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
 
 
 @pytest.mark.parametrize(
-    "what, options, says",
+    "target, options, message",
     [
         ("nonsense", {}, "no suite is called 'nonsense'"),
         (3, {}, "expected the name or file of a suite"),
@@ -164,22 +139,20 @@ def test_a_suite_object_is_measured_in_this_process(world: str, size: int):
         (lambda: None, {"nproc": 2}, "nproc: only for suites given by name or file"),
     ],
 )
-def test_mistakes_are_one_line(what: object, options: dict[str, int], says: str):
-    with pytest.raises(UsageError, match=says) as caught:
-        dtbench.run(what, progress=False, **options)
+def test_run_refuses_mistakes_in_one_line(target: object, options: dict[str, int], message: str):
+    with pytest.raises(UsageError, match=message) as caught:
+        dtbench.run(target, progress=False, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_frames_take_a_run_a_path_or_several(both: Path):
-    run = dtbench.load(both)
-    for of in (run, both, str(both), [both], (one for one in (run,))):
-        assert len(dtbench.results_frame(of)) == 3
-    assert len(dtbench.results_frame([run, both])) == 6
+def test_frames_take_a_run_a_path_or_several(two_suites: Path):
+    both, run = two_suites, dtbench.load(two_suites)
+    sources = (run, both, str(both), [both], (item for item in (run,)), [run, both])
+    assert [len(dtbench.results_frame(source)) for source in sources] == [3, 3, 3, 3, 3, 6]
     frame = dtbench.results_frame(both, suite="dispatch")
     assert [c for c in frame.columns if c.startswith("param.")] == ["param.call"]
     cases = dtbench.cases_frame(both, suite="dispatch")
-    assert cases["core/torch", "estimate_s"].tolist() == [0.5]
-    assert not cases.isna().all().any()
+    assert cases["core/torch", "estimate_s"].tolist() == [0.5] and not cases.isna().all().any()
     assert len(dtbench.cases_frame(dtbench.results_frame(both))) == 2
     with pytest.raises(
         UsageError, match="no result of the suite 'overlap': the runs have collectives, dispatch"
@@ -189,40 +162,24 @@ def test_frames_take_a_run_a_path_or_several(both: Path):
         dtbench.results_frame(both.with_name("missing"))
 
 
-def test_results_are_tables_in_a_notebook_and_escaped(both: Path):
-    run = dtbench.load(both)
-    page = run._repr_html_()
+def test_results_are_tables_in_a_notebook_and_escaped(two_suites: Path):
+    run = dtbench.load(two_suites)
+    page, comparison = run._repr_html_(), dtbench.compare(run, two_suites)
     assert "estimate_s" not in page and re.search(r"<th>time</th>\s*<th>spread</th>", page)
     assert re.search(r"<td>[\d.]+ [nµm]s</td>\s*<td>\+\d+%</td>", page)
-    for shown in (page, dtbench.compare(run, both)._repr_html_()):
+    for shown in (page, comparison._repr_html_()):
         assert "<table" in shown and "&lt;script&gt;" in shown and HOSTILE not in shown
-    comparison = dtbench.compare(run, both)
     assert repr(comparison) == str(comparison) and repr(comparison).endswith(comparison.summary)
     assert repr(comparison).splitlines()[1].split()[:2] == ["case", "impl"] and "\x1b" not in repr(comparison)
 
 
 def test_calibrate_compare_and_report_take_runs_and_paths(tmp_path: Path):
-    run = dtbench.load(written(tmp_path / "run.jsonl", made_up.collectives()))
+    run = dtbench.load(made_up.write(tmp_path / "run.jsonl", made_up.run(list(made_up.collectives()))))
     topology = dtbench.calibrate(run, tmp_path / "topology.json")
-    assert {dim.name for dim in topology.dims} == set(made_up.TRUTH)
-    assert "<table" in topology._repr_html_()
+    assert {dim.name for dim in topology.dims} == set(made_up.TRUTH) and "<table" in topology._repr_html_()
     assert dtbench.compare(run, run.path).rows
     page = dtbench.report([run, tmp_path / "topology.json"], tmp_path / "page.html", base=run)
     assert "</html>" in page.read_text()
-
-
-def test_a_suite_file_is_measured_in_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    suite = tmp_path / "mine.py"
-    suite.write_text(
-        "from dtbench.suite import Case, Workload\n"
-        "from dtbench.suite import suite\n\n"
-        "@suite('mine', world='ranks', help='a test')\n"
-        "def mine(plan):\n"
-        "    yield Case('noop', {}, {'core': lambda world: Workload(lambda: None)})\n"
-    )
-    run = dtbench.run(suite, nproc=2, launches=1)
-    assert [(r.name, r.status, len(r.rank_samples_s)) for r in run.results] == [("noop", "ok", 2)]
-    assert "noop" in capsys.readouterr().out
 
 
 def test_functions_of_a_program_under_torchrun_in_ranks(tmp_path: Path):

@@ -1,7 +1,5 @@
 """The recommended bucket size, its interval, and the output of `calibrate`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,10 +63,9 @@ def test_launches_without_all_sizes_are_ignored() -> None:
 def test_calibrate_prints_bucket_sizes(dtbench: Cli) -> None:
     code, out, error = dtbench("calibrate", RUN)
     assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out
-    code, out, _ = dtbench("calibrate", RUN, "--json")
-    choices = msgspec.convert(json.loads(out)["buckets"], list[BucketChoice])
-    assert code == 0 and [c.group.dtype for c in choices] == ["float32", "bfloat16"]
+    report = json.loads(dtbench("calibrate", RUN, "--json")[1])
+    choices = msgspec.convert(report["buckets"], list[BucketChoice])
+    assert [choice.group.dtype for choice in choices] == ["float32", "bfloat16"]
     assert all(c.edge or c.bucket_cap_mb == c.bucket_bytes / MIB for c in choices)
-    dispatch = str(Path(RUN).parent / "packing-cpu-2cores.jsonl")
-    code, out, error = dtbench("calibrate", dispatch)
-    assert (code, out) == (2, "") and error.count("\n") == 1 and "dtbench run bucketer --size" in error
+    code, out, error = dtbench("calibrate", str(Path(RUN).parent / "packing-cpu-2cores.jsonl"))
+    assert (code, out, error.count("\n")) == (2, "", 1) and "dtbench run bucketer --size" in error

@@ -1,7 +1,5 @@
 """What fits into `dtbench run --budget`, and what of it comes first."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -51,19 +49,18 @@ def test_curves_have_their_ends_and_their_middle_before_one_has_more() -> None:
 
 @pytest.mark.parametrize("seconds", [0.4, 0.7, 1.3, 2.0])
 def test_a_curve_has_three_sizes_or_none(seconds: float) -> None:
-    """An impl takes 0.1 s: none of these budgets holds all curves."""
+    """An impl takes 0.1 s, so none of these budgets suffices for all curves."""
     chosen = budget.choose(budget.by_importance(SWEEPS), budget.start_s(1) + 1.0 + seconds, False, 1)
     sizes = Counter(t.label.split(" size=")[0] for t in chosen)
     assert min(sizes.values()) >= 3 and len(sizes) == min(max(int(seconds / 0.3 + 1e-9), 1), 4)
 
 
-def test_what_a_suite_calls_telling_has_three_sizes_before_the_rest_has_one() -> None:
+def test_curves_used_by_calibration_get_three_sizes_first() -> None:
     listed = list_tasks(load(["collectives"]), RunRequest().resolve("cpu", 4))
     ordered = budget.by_importance(listed)
     curves = {t.label.split(" size=")[0] for t in listed if is_calibrated_with(t.case)}
     first = [t.label.split(" size=")[0] for t in ordered[: 3 * len(curves)]]
-    assert Counter(first) == dict.fromkeys(curves, 3)
-    assert len({t.case.name for t in ordered[:18]}) == 6
+    assert Counter(first) == dict.fromkeys(curves, 3) and len({t.case.name for t in ordered[:18]}) == 6
 
 
 @pytest.mark.parametrize("seconds", [1.0, 15.0, 60.0])
@@ -84,18 +81,18 @@ def test_cases_without_a_size_are_spread_over_each_name() -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_what_is_chosen_fits_and_every_suite_keeps_its_share(quick: bool) -> None:
+def test_chosen_cases_fit_and_each_suite_keeps_its_share(quick: bool) -> None:
     tasks = budget.by_importance([*OPS, *SWEEPS, task("one", "only")])
-    whole, around = budget.estimate_s(tasks, quick), budget.start_s(2) + 1.0
-    chosen = budget.choose(tasks, around + 0.51 * whole, quick, 2)
+    all_s, start_s = budget.estimate_s(tasks, quick), budget.start_s(2) + 1.0
+    chosen = budget.choose(tasks, start_s + 0.51 * all_s, quick, 2)
     names = [t.suite.name for t in chosen]
     assert names.count("ops") == 20 and 18 <= names.count("sweeps") <= 20 and names.count("one") == 1
-    assert budget.estimate_s(chosen, quick) == pytest.approx(0.51 * whole, rel=0.06)
+    assert budget.estimate_s(chosen, quick) == pytest.approx(0.51 * all_s, rel=0.06)
     assert names == sorted(names, key=["ops", "sweeps", "one"].index)
-    assert len(budget.choose(tasks, around + whole * 1.001, quick, 2)) == len(tasks)
+    assert len(budget.choose(tasks, start_s + all_s * 1.001, quick, 2)) == len(tasks)
 
 
-def test_a_budget_that_holds_nothing_holds_the_first_cases_alone() -> None:
+def test_too_small_budget_still_chooses_one_curve() -> None:
     chosen = budget.choose(budget.by_importance([*SWEEPS, *OPS]), 1.0, False, 1)
     assert [t.label for t in chosen] == [SWEEPS[at].label for at in (0, 8, 4)]
 
@@ -113,24 +110,27 @@ def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
     assert not deadlines.allows(curve[3], 99.9)
 
 
-def test_a_first_curve_may_take_twice_the_share_of_its_suite_and_no_more() -> None:
+@pytest.mark.parametrize(("left_s", "allowed"), [(0.31, True), (0.29, False)])
+def test_first_curve_of_a_suite_may_take_twice_its_share(left_s: float, allowed: bool) -> None:
     tasks = budget.by_importance([*OPS, *SWEEPS[:9]])
-    for left_s, allowed in ((0.31, True), (0.29, False)):
-        deadlines = budget.Deadlines(tasks, 1.0 + left_s, quick=False)
-        deadlines.allows(tasks[0], 0.0)
-        assert deadlines.allows(tasks[-9], 0.0) == allowed  # 3 x 0.1 s, the last suite: all that is left
+    deadlines = budget.Deadlines(tasks, 1.0 + left_s, quick=False)
+    deadlines.allows(tasks[0], 0.0)
+    assert deadlines.allows(tasks[-9], 0.0) == allowed  # 3 x 0.1 s: all that is left for the last suite
 
 
-def test_a_log_is_told_now_and_then_how_much_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_prints_the_time_left_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 0.0
-    progress = Progress(lambda: now_s)
+    progress, result = (
+        Progress(lambda: now_s),
+        made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]),
+    )
     progress.begin("so much", [1.0] * 5 + [2.0] * 5)  # the later ones take twice as long
-    for _ in range(10):
-        now_s += 40.0 if now_s < 200.0 else 80.0
-        progress.result(made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]))
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
-    assert lines[0] == "result 2 of 10, about 9 min left" and lines[1] == "result 4 of 10, about 7 min left"
+    for seconds in [40.0] * 5 + [80.0] * 5:
+        now_s += seconds
+        progress.result(result)
     progress.begin("so long", [1.0] * 5, end_s=now_s + 100.0)
     now_s += 70.0
-    progress.result(made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]))
-    assert capsys.readouterr().out.splitlines()[-1] == "11 results, about 30 s left"
+    progress.result(result)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
+    assert lines[:2] == ["result 2 of 10, about 9 min left", "result 4 of 10, about 7 min left"]
+    assert lines[-1] == "11 results, about 30 s left"

@@ -1,7 +1,5 @@
 """The doctor finds sources of noise on made-up hosts, and never reports unknown state as good."""
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 from collections.abc import Mapping
@@ -73,8 +71,7 @@ def test_missing_proc_and_sys_are_reported_as_unknown(tmp_path: Path) -> None:
 
 def test_examine_runs_on_this_host() -> None:
     findings = examine()
-    assert len(findings) >= len(doctor._CHECKS)
-    assert all(f.got for f in findings)
+    assert len(findings) >= len(doctor._CHECKS) and all(f.got for f in findings)
 
 
 def unresolved(_name: str) -> str:
@@ -163,15 +160,26 @@ def fake_nvml(reasons: int = 0, persistent: int = 1, pids: tuple[int, ...] = ())
     )
 
 
-def test_gpu_findings(tmp_path: Path) -> None:
-    findings = [f for f in examine(make_host(tmp_path, nvml=fake_nvml)) if "GPU" in f.check]
-    checks = ("GPU 0 clocks", "GPU 0 persistence mode", "GPU 0 other processes")
-    assert [(f.check, f.ok) for f in findings] == [(check, True) for check in checks]
-    host = make_host(tmp_path, nvml=lambda: fake_nvml(0x1 | 0x40, persistent=0, pids=(2**22 + 1, 2**22 + 2)))
-    clocks = finding(host, "GPU 0 clocks")
-    assert clocks.ok is False
-    assert clocks.got == "SM 1200 MHz of at most 1980 MHz; slowed by hw_thermal_slowdown"
-    assert finding(host, "GPU 0 persistence mode").remedy == "sudo nvidia-smi -pm 1"
-    assert finding(host, "GPU 0 other processes").got == "2 (pid 4194305, 4194306)"
-    unknown = finding(make_host(tmp_path, nvml=lambda: fake_nvml(-1)), "GPU 0 clocks")
-    assert unknown.ok is None and "throttling unknown" in unknown.got
+@pytest.mark.parametrize(
+    ("nvml", "check", "ok", "got"),
+    [
+        (fake_nvml(), "GPU 0 clocks", True, ""),
+        (fake_nvml(), "GPU 0 persistence mode", True, ""),
+        (fake_nvml(), "GPU 0 other processes", True, ""),
+        (
+            fake_nvml(reasons=0x1 | 0x40),
+            "GPU 0 clocks",
+            False,
+            "SM 1200 MHz of at most 1980 MHz; slowed by hw_thermal_slowdown",
+        ),
+        (fake_nvml(reasons=-1), "GPU 0 clocks", None, "throttling unknown"),
+        (fake_nvml(persistent=0), "GPU 0 persistence mode", False, ""),
+        (fake_nvml(pids=(2**22 + 1, 2**22 + 2)), "GPU 0 other processes", False, "2 (pid 4194305, 4194306)"),
+    ],
+)
+def test_gpu_state_is_examined(
+    tmp_path: Path, nvml: SimpleNamespace, check: str, ok: bool | None, got: str
+) -> None:
+    result = finding(make_host(tmp_path, nvml=lambda: nvml), check)
+    assert result.ok is ok and got in result.got
+    assert ok is not False or "persistence" not in check or result.remedy == "sudo nvidia-smi -pm 1"

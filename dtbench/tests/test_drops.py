@@ -1,7 +1,5 @@
 """Drops of bandwidth over size are found, said and kept out of the constants; steps of protocols are no drops."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from dtbench.records.topology import read_topology
 from dtbench.stats import bandwidth_drops
 from dtbench.stats.drops import drops_of
 from dtbench.tests import bandwidth_drops as study
+from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table
 
@@ -34,38 +33,49 @@ def dropped(sizes: Sequence[float], times: np.ndarray) -> list[tuple[float, floa
 @pytest.mark.parametrize("sizes", [DOUBLING, BY_FOUR, BY_FOUR[-4:], DOUBLING[-5:]], ids=len)
 @pytest.mark.parametrize("depth", [0.25, 0.4, 0.5, 0.6])
 @pytest.mark.parametrize("from_end", [1, 2, 3])
-def test_a_bandwidth_that_falls_and_stays_low_is_a_drop(
-    sizes: list[float], depth: float, from_end: int
-) -> None:
-    first = len(sizes) - from_end
+def with_factors(sizes: Sequence[float], *factors: tuple[slice, float]) -> np.ndarray:
+    """Returns the times of `line`, multiplied by a factor at some sizes."""
     times = line(sizes)
-    times[first:] /= depth
-    assert dropped(sizes, times) == [(sizes[first - 1], sizes[first], sizes[-1])]
+    for part, factor in factors:
+        times[part] *= factor
+    return times
 
 
-@pytest.mark.parametrize("at", [64 * MIB, 512 * MIB, 2 * GIB])
-@pytest.mark.parametrize("depth", [0.25, 0.5, 0.6])
-def test_a_bandwidth_that_recovers_is_a_drop_of_those_sizes(at: int, depth: float) -> None:
-    times = line(DOUBLING)
-    times[DOUBLING.index(at)] /= depth
-    assert dropped(DOUBLING, times) == [(at / 2, at, at)]
+# Times of github.com/NVIDIA/nccl/issues/1453: all_reduce of 2 hosts of 8 H100, 1 to 512 MiB, out of place.
+PUBLIC_US = np.array([1626.5, 2325.3, 622.6, 992.6, 1334.9, 2180.1, 24410, 49264, 125807, 193909])
 
 
-def test_a_curve_may_drop_twice() -> None:
-    times = line(DOUBLING)
-    times[-6:] *= 2
-    times[-2:] *= 2
-    assert dropped(DOUBLING, times) == [
-        (DOUBLING[-7], DOUBLING[-6], DOUBLING[-1]),
-        (DOUBLING[-3], DOUBLING[-2], DOUBLING[-1]),
-    ]
-
-
-def test_what_a_public_log_shows() -> None:
-    # Times of github.com/NVIDIA/nccl/issues/1453: all_reduce of 2 hosts of 8 H100, 1 to 512 MiB, out of place.
-    us = [1626.5, 2325.3, 622.6, 992.6, 1334.9, 2180.1, 24410, 49264, 125807, 193909]
-    sizes = [float(MIB * 2**k) for k in range(10)]
-    assert dropped(sizes, np.array(us)) == [(32 * MIB, 64 * MIB, 512 * MIB)]
+@pytest.mark.parametrize(
+    ("sizes", "times", "drops"),
+    [
+        *(
+            (
+                sizes,
+                with_factors(sizes, (slice(-end, None), 1 / depth)),
+                [(sizes[-end - 1], sizes[-end], sizes[-1])],
+            )
+            for sizes in (DOUBLING, BY_FOUR, BY_FOUR[-4:], DOUBLING[-5:])
+            for depth in (0.25, 0.4, 0.5, 0.6)
+            for end in (1, 2, 3)
+        ),
+        *(  # the bandwidth recovers
+            (DOUBLING, with_factors(DOUBLING, (slice(i, i + 1), 1 / depth)), [(size / 2, size, size)])
+            for i, size in ((DOUBLING.index(size), size) for size in (64 * MIB, 512 * MIB, 2 * GIB))
+            for depth in (0.25, 0.5, 0.6)
+        ),
+        pytest.param(
+            DOUBLING,
+            with_factors(DOUBLING, (slice(-6, None), 2), (slice(-2, None), 2)),
+            [(DOUBLING[-7], DOUBLING[-6], DOUBLING[-1]), (DOUBLING[-3], DOUBLING[-2], DOUBLING[-1])],
+            id="two drops",
+        ),
+        pytest.param(DOUBLING[10:20], PUBLIC_US, [(32 * MIB, 64 * MIB, 512 * MIB)], id="public log"),
+    ],
+)
+def test_fall_of_the_bandwidth_is_a_drop(
+    sizes: list[float], times: np.ndarray, drops: list[tuple[float, float, float]]
+) -> None:
+    assert dropped(sizes, times) == drops
 
 
 # ---------------------------------------------------------------------------- what is no drop
@@ -90,32 +100,45 @@ def test_steps_of_protocols_are_no_drops_wherever_the_sweep_ends(latency: float,
     )
 
 
-def test_rising_falling_gently_and_algorithms_are_no_drops() -> None:
-    sizes = np.array(DOUBLING)
-    caches = line(sizes, 300, 2.0) * (1 + 0.3 * np.clip(np.log2(sizes / MIB) / 4, 0, 1))
-    nvls = np.where(sizes < 4 * MIB, line(sizes, 20, 200), line(sizes, 60, 270))
-    tree_then_ring = np.where(sizes < 64 * MIB, line(sizes, 30, 150), line(sizes, 120, 200))
-    falling_times = np.where(sizes < 256 * KIB, line(sizes, 20, 3), line(sizes, 25, 200))
-    for times in (line(sizes), caches, nvls, tree_then_ring, falling_times):
-        assert bandwidth_drops(list(sizes), list(times)) == []
-    assert bandwidth_drops([], []) == bandwidth_drops([1024], [3.0]) == []
+ALL_SIZES = np.array(DOUBLING)
 
 
-def test_small_messages_that_a_token_bucket_lets_pass_are_no_level() -> None:
-    """64 KiB at once, then 50 MB/s: an all_reduce of gloo, 300 us and 500 MB/s without the bucket."""
-    sizes = np.array(DOUBLING[:16])
-    times = line(sizes, 300, 0.5) + np.maximum(sizes - 64 * KIB, 0) / 50
-    assert bandwidth_drops(list(sizes), list(times)) == []
+@pytest.mark.parametrize(
+    "times",
+    [
+        pytest.param(line(DOUBLING), id="line"),
+        pytest.param(
+            line(DOUBLING, 300, 2.0) * (1 + 0.3 * np.clip(np.log2(ALL_SIZES / MIB) / 4, 0, 1)), id="caches"
+        ),
+        pytest.param(
+            np.where(ALL_SIZES < 4 * MIB, line(DOUBLING, 20, 200), line(DOUBLING, 60, 270)), id="NVLS"
+        ),
+        pytest.param(
+            np.where(ALL_SIZES < 64 * MIB, line(DOUBLING, 30, 150), line(DOUBLING, 120, 200)),
+            id="tree, then ring",
+        ),
+        pytest.param(
+            np.where(ALL_SIZES < 256 * KIB, line(DOUBLING, 20, 3), line(DOUBLING, 25, 200)),
+            id="falling times",
+        ),
+        # 64 KiB at once, then 50 MB/s: an all_reduce of gloo, 300 us and 500 MB/s without the bucket.
+        pytest.param(
+            (line(DOUBLING, 300, 0.5) + np.maximum(ALL_SIZES - 64 * KIB, 0) / 50)[:16], id="token bucket"
+        ),
+        pytest.param(np.array([3.0]), id="one size"),
+        pytest.param(np.array([]), id="no size"),
+    ],
+)
+def test_gentle_changes_and_other_algorithms_are_no_drops(times: np.ndarray) -> None:
+    assert bandwidth_drops(DOUBLING[: len(times)], list(times)) == []
 
 
 def test_noise_is_no_drop_and_hides_none() -> None:
     rates = study.simulated(curves=400)
     for kind in study.HEALTHY:
-        assert (rates[kind, 0.0], rates[kind, 0.05]) == (0, 0)
-        assert rates[kind, 0.1] <= 0.03
+        assert (rates[kind, 0.0], rates[kind, 0.05]) == (0, 0) and rates[kind, 0.1] <= 0.03
     for depth in (0.25, 0.4, 0.5):
-        assert rates[f"{depth}x", 0.0] == 1
-        assert rates[f"{depth}x", 0.05] >= 0.97
+        assert rates[f"{depth}x", 0.0] == 1 and rates[f"{depth}x", 0.05] >= 0.97
 
 
 def test_public_curves_drop_where_they_really_do() -> None:
@@ -127,11 +150,10 @@ def test_public_curves_drop_where_they_really_do() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(study.RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
-def test_own_runs_have_none(path: Path) -> None:
+def test_committed_runs_have_no_drops(path: Path) -> None:
     results = read_run(path).results
-    assert drops_of(results) == []
-    for launch in {r.launch for r in results}:
-        assert drops_of(r for r in results if r.launch == launch) == []
+    for launch in {result.launch for result in results}:
+        assert drops_of(result for result in results if result.launch == launch) == []
 
 
 # ---------------------------------------------------------------------------- from a log to the report
@@ -148,72 +170,78 @@ def log_of(collective: str, slow: Callable[[int], float] = lambda size: 1.0) -> 
     return table(collective, 8, [16 * KIB * 2**k for k in range(18)], time=time)
 
 
-def test_from_a_log_to_the_report_a_drop_is_said_and_no_constant_is_fitted_to_it(dtbench: Cli) -> None:
-    Path("good.log").write_text("\n".join(map(log_of, ("all_gather", "reduce_scatter", "all_reduce"))))
+@pytest.fixture
+def command_outputs(dtbench: Cli) -> dict[tuple[str, str], str]:
+    """(command, log) -> what the command prints, for a log without a drop, "good", and one with a drop, "bad"."""
     bad = log_of("all_reduce", lambda size: 366 / 90 if size >= 512 * MIB else 1.0)
-    Path("bad.log").write_text("\n".join([*map(log_of, ("all_gather", "reduce_scatter")), bad]))
-    said = {}
-    for name in ("good", "bad"):
-        said["import", name] = dtbench("import", f"{name}.log", "-o", f"{name}.jsonl")
-        said["calibrate", name] = dtbench("calibrate", f"{name}.jsonl", "-o", f"{name}.json")
-        said["show", name] = dtbench("show", f"{name}.jsonl")
-        said["show --json", name] = dtbench("show", f"{name}.jsonl", "--json")
-        said["report", name] = dtbench("report", f"{name}.jsonl", f"{name}.json", "-o", f"{name}.html")
-        assert {code for (_, of), (code, *_) in said.items() if of == name} == {EXIT_OK}
-    # 1318 us and 10580 us by `log_of`, and 2 (n - 1) / n = 1.75 of it passes a link.
-    levels = (
-        "bus bandwidth drops from 356 GB/s at 256 MiB to 88.8 GB/s at 512 MiB, and stays low up to 2 GiB, "
-    )
-    levels += "the largest size measured"
-    for command, of in (("import", " (in_place=True)"), ("show", " (in_place=True)"), ("calibrate", "")):
-        text = " ".join(said[command, "bad"][1].split())
-        assert text.count(f"all_reduce over world{of}: {levels}") == 1, text
-        assert "drops from" not in said[command, "good"][1]
-    [drop] = msgspec.json.decode(said["show --json", "bad"][1])[0]["bandwidth_drops"]
+    outputs = {}
+    for name, last in (("good", log_of("all_reduce")), ("bad", bad)):
+        Path(f"{name}.log").write_text("\n".join([log_of("all_gather"), log_of("reduce_scatter"), last]))
+        for command in (
+            f"import {name}.log -o {name}.jsonl",
+            f"calibrate {name}.jsonl -o {name}.json",
+            f"show {name}.jsonl",
+            f"show --json {name}.jsonl",
+            f"report {name}.jsonl {name}.json -o {name}.html",
+        ):
+            code, outputs[command.partition(f" {name}")[0], name], _ = dtbench(*command.split())
+            assert code == EXIT_OK
+    return outputs
+
+
+# 1318 us and 10580 us by `log_of`, of which 2 (n - 1) / n = 1.75 passes a link.
+LEVELS = (
+    "bus bandwidth drops from 356 GB/s at 256 MiB to 88.8 GB/s at 512 MiB, and stays low up to 2 GiB, the largest size "
+    "measured"
+)
+
+
+def test_every_command_reports_a_drop(command_outputs: dict[tuple[str, str], str]) -> None:
+    for command, variant in (("import", " (in_place=True)"), ("show", " (in_place=True)"), ("calibrate", "")):
+        text = " ".join(command_outputs[command, "bad"].split())
+        assert text.count(f"all_reduce over world{variant}: {LEVELS}") == 1, text
+        assert "drops from" not in command_outputs[command, "good"]
+    [drop] = msgspec.json.decode(command_outputs["show --json", "bad"])[0]["bandwidth_drops"]
     assert (drop["collective"], drop["mesh_dim"], drop["first_bytes"]) == ("all_reduce", "world", 512 * MIB)
     assert (drop["before_Bps"], drop["first_Bps"]) == pytest.approx((356.4e9, 88.8e9), rel=1e-3)
     page, healthy = Path("bad.html").read_text(), Path("good.html").read_text()
     assert (
-        page.count(levels) == 3 and "drops from" not in healthy
-    )  # on top, the collectives and the cost model
+        page.count(LEVELS) == 3 and "drops from" not in healthy
+    )  # on top, in collectives and the cost model
     assert "and all_reduce drops at 512 MiB" in page.partition("</title>")[0]
     assert "in a drop of bandwidth" in page and "in a drop of bandwidth" not in healthy  # the figure's legend
 
+
+def test_constants_are_not_fitted_to_a_drop(command_outputs: dict[tuple[str, str], str]) -> None:
     [good], [bad] = read_topology("good.json").dims, read_topology("bad.json").dims
-    assert good.drops == () and [d.last_bytes for d in bad.drops] == [2 * GIB]
-    for of in (bad, bad.collectives["all_reduce"]):  # as without the drop
-        of_good = good if of is bad else good.collectives["all_reduce"]
-        for constant in ("bandwidth_GiBps", "latency_us_per_hop", "alpha_us", "beta_GiBps"):
-            if hasattr(of, constant):
-                assert getattr(of, constant) == pytest.approx(getattr(of_good, constant), rel=1e-3)
-    assert {p.size_bytes for p in bad.residuals.points if p.collective == "all_reduce"} == {
-        16 * KIB * 2**k for k in range(15)
-    }
-    assert bad.residuals.worst_ratio < 1.01
-    # A price is what was measured, though.
-    assert (
-        bad.collectives["all_reduce"].table[-1].time_us > 3 * good.collectives["all_reduce"].table[-1].time_us
-    )
+    assert good.drops == () and [drop.last_bytes for drop in bad.drops] == [2 * GIB]
+    (_, good_curve), (_, bad_curve) = ((d, d.collectives["all_reduce"]) for d in (good, bad))
+    constants = [
+        (d.bandwidth_GiBps, d.latency_us_per_hop, curve.alpha_us, curve.beta_GiBps)
+        for d, curve in ((good, good_curve), (bad, bad_curve))
+    ]
+    assert constants[1] == pytest.approx(constants[0], rel=1e-3) and bad.residuals.worst_ratio < 1.01
+    fitted = {p.size_bytes for p in bad.residuals.points if p.collective == "all_reduce"}
+    assert fitted == {16 * KIB * 2**k for k in range(15)}
+    # Prices are still the measured times.
+    assert bad_curve.table[-1].time_us > 3 * good_curve.table[-1].time_us
 
 
 def test_only_the_curve_that_drops_is_named() -> None:
-    """Of in and out of place, groups and dims the one, by what tells it from the others."""
-    from dtbench.tests import made_up
-
     sizes = tuple(16 * KIB * 2**k for k in range(16))
-    healthy = list(
-        made_up.collectives(truth={"dp": (40, 2), "tp": (300, 2)}, sizes=sizes, noise=0.05, samples=20)
-    )
-    assert drops_of(healthy) == []
-    results = [
-        msgspec.structs.replace(r, busbw_Bps=r.busbw_Bps / 3)
-        if (r.name, r.params["mesh_dim"], r.params["groups"]) == ("all_gather", "tp", "together")
-        and r.size_bytes == sizes[-1]
-        else r
-        for r in healthy
-        if r.busbw_Bps
+    truth = {"dp": (40, 2), "tp": (300, 2)}
+    healthy = [
+        r for r in made_up.collectives(truth=truth, sizes=sizes, noise=0.05, samples=20) if r.busbw_Bps
     ]
-    [drop] = drops_of(results)
+    assert drops_of(healthy) == []
+    slow_curve = ("all_gather", "tp", "together", sizes[-1])
+    is_slow = [
+        (r.name, r.params["mesh_dim"], r.params["groups"], r.size_bytes) == slow_curve for r in healthy
+    ]
+    [drop] = drops_of(
+        msgspec.structs.replace(r, busbw_Bps=r.busbw_Bps / 3 if slow else r.busbw_Bps)
+        for r, slow in zip(healthy, is_slow, strict=True)
+    )
     assert str(drop).startswith("all_gather over tp (groups=together): bus bandwidth drops from ")
     assert str(drop).endswith("at 512 MiB, the largest size measured")
     assert drop.first_Bps == pytest.approx(drop.before_Bps / 3, rel=0.1)

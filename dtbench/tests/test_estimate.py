@@ -1,7 +1,5 @@
 """Estimates of a collective on a calibrated mesh dim, within its curve and outside it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction
@@ -14,6 +12,7 @@ from msgspec import structs
 from dtbench.cost.estimate import estimate_call, estimate_collective
 from dtbench.records.topology import CalibratedTopology, Residuals
 from dtbench.tests.made_up_topology import a_dim, a_topology, curve_of, ring_dim
+from dtbench.tests.test_export import module_of
 from dtbench_core.cost.topology import read_curve
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter")
@@ -32,34 +31,36 @@ def topology() -> CalibratedTopology:
 
 
 def straight_lines_us(rows: list[tuple[int, float]], size: float) -> float:
-    """The rule of the file's `price_of_a_table` by exact fractions, without the program's own functions: between
-    rows a line; beyond them the slope of the factor of 4 at that end, within what is in proportion to size."""
+    """Returns the price that the file's `price_of_a_table` describes, computed independently with exact fractions.
+
+    Between rows it follows a line. Beyond them it continues with the slope over the last factor of 4, at most in
+    proportion to size.
+    """
     if rows[0][0] <= size <= rows[-1][0]:
         return float(np.interp(size, *zip(*rows, strict=True)))
-    end = rows[-1] if size > rows[-1][0] else rows[0]
-    far = [
-        row
-        for row in (rows if end is rows[-1] else rows[::-1])
-        if max(row[0], end[0]) >= 4 * min(row[0], end[0]) and row[1] != end[1]
-    ]
-    other = far[-1] if far else (rows[0] if end is rows[-1] else rows[-1])
-    share = Fraction(end[1]) / end[0]
-    slope = Fraction(end[1] - other[1]) / (end[0] - other[0]) if other != end else share * (size > end[0])
-    us = end[1] + (Fraction(size) - end[0]) * min(slope, share)
-    return float(us)
+    inwards = rows if size > rows[-1][0] else rows[::-1]
+    end_size, end_us = inwards[-1]
+    far = [row for row in inwards if max(row[0], end_size) >= 4 * min(row[0], end_size) and row[1] != end_us]
+    other_size, other_us = far[-1] if far else inwards[0]
+    share = Fraction(end_us) / end_size
+    has_slope = (other_size, other_us) != (end_size, end_us)
+    slope = Fraction(end_us - other_us) / (end_size - other_size) if has_slope else share * (size > end_size)
+    return float(end_us + (Fraction(size) - end_size) * min(slope, share))
 
 
-def test_core_and_dtbench_interpolate_tables_alike() -> None:
+def test_core_export_and_dtbench_interpolate_tables_alike() -> None:
     rng = np.random.default_rng(6)
     for _ in range(30):
         sizes = sorted(set((2 ** rng.uniform(3, 30, rng.integers(1, 9))).astype(int).tolist()))
         times = np.sort(np.exp(rng.normal(4, 2, len(sizes)))).round(0).clip(1).tolist()
         curve = curve_of(sizes, times)
         core = read_curve(msgspec.json.decode(msgspec.json.encode(curve)), "curve")
+        topology = a_topology(a_dim("tp", 8, 1.0, 1.0, collectives={"all_reduce": curve}))
+        exported = module_of(topology, "inductor").CURVES["tp", "all_reduce"]
         for size in 2 ** rng.uniform(0, 36, 30):
             expected = straight_lines_us(list(zip(sizes, times, strict=True)), float(size))
-            assert core.us(size) == pytest.approx(expected, rel=1e-9)
-            assert estimate_call(curve, size).time_us == pytest.approx(expected, rel=1e-9)
+            prices = [core.us(size), exported.us(size), estimate_call(curve, size).time_us]
+            assert prices == pytest.approx([expected] * 3, rel=1e-9)
 
 
 def test_estimates_are_monotone_and_continuous() -> None:
@@ -76,18 +77,28 @@ def test_estimates_are_monotone_and_continuous() -> None:
             assert before == pytest.approx(after, rel=1e-6)
 
 
-def test_intervals_widen_with_every_doubling_outside_the_table() -> None:
-    curve = curve_of(SIZES, TIMES, spread=1.5)
-    inside = estimate_call(curve, 40 * KIB)
+@pytest.mark.parametrize(
+    ("spread", "size", "size_factor", "half_width"),
+    [
+        (1.5, 256, 1, 1.5),
+        (1.5, 512, 2, 1.5**2),
+        (1.5, 1024, 4, 1.5**3),
+        (1.5, 4096, 16, 1.5**5),
+        # A narrow table does not make sizes that were never measured certain.
+        (1.001, 512, 2, 1.2**2),
+    ],
+)
+def test_intervals_widen_with_every_doubling_outside_the_table(
+    spread: float, size: int, size_factor: int, half_width: float
+) -> None:
+    got = estimate_call(curve_of(SIZES, TIMES, spread=spread), size * KIB)
+    assert (got.high_us / got.time_us, got.time_us / got.low_us) == pytest.approx((half_width, half_width))
+    assert (got.size_factor, got.extrapolated) == (size_factor, size_factor > 1)
+
+
+def test_estimate_within_the_table_has_its_interval() -> None:
+    inside = estimate_call(curve_of(SIZES, TIMES, spread=1.5), 40 * KIB)
     assert (inside.low_us, inside.time_us, inside.high_us) == pytest.approx((230 / 1.5, 230, 230 * 1.5))
-    for times, size in ((1, 256), (2, 512), (4, 1024), (16, 4096)):
-        got = estimate_call(curve, size * KIB)
-        assert math.log(got.high_us / got.time_us) == pytest.approx(math.log(1.5) * (1 + math.log2(times)))
-        assert got.low_us * got.high_us == pytest.approx(got.time_us**2)
-        assert (got.size_factor, got.extrapolated) == (times, times > 1)
-    # A narrow table does not make what was never measured certain.
-    narrow = estimate_call(curve_of(SIZES, TIMES, spread=1.001), 512 * KIB)
-    assert narrow.high_us / narrow.time_us == pytest.approx(1.2**2)
 
 
 @pytest.mark.parametrize("size", [0, -1, 0.5, math.nan])
@@ -116,28 +127,24 @@ def test_ring_scales_measured_times() -> None:
     assert got == pytest.approx(9000 * ring[1] / ring[0])
 
 
-def test_intervals_widen_with_doublings_of_ranks_and_size() -> None:
-    dim = topology().dims[1]
-    by_ranks = [estimate_collective(dim, "all_gather", 8 * 2**k, 2**20) for k in range(6)]
-    by_size = [estimate_collective(dim, "all_gather", 8, 2 ** (30 + k)) for k in range(6)]
-    for estimates in (by_ranks, by_size):
-        widths = [math.log(e.high_us / e.low_us) for e in estimates]
-        steps = [b - a for a, b in itertools.pairwise(widths)]
-        assert steps == pytest.approx([2 * math.log(1.2)] * 5)  # the made-up curves' half width is log 1.2
-    both = estimate_collective(dim, "all_gather", 16, 2**31)
-    assert math.log(both.high_us / both.low_us) == pytest.approx(2 * math.log(1.2) * 3)
+@pytest.mark.parametrize(
+    ("ranks", "size", "doublings"),
+    [(8, 2**20, 0), (16, 2**20, 1), (256, 2**20, 5), (8, 2**31, 1), (8, 2**35, 5), (16, 2**31, 2)],
+)
+def test_intervals_widen_with_doublings_of_ranks_and_size(ranks: int, size: int, doublings: int) -> None:
+    """The half width of the made-up curves is log 1.2, up to 1 GiB."""
+    got = estimate_collective(topology().dims[1], "all_gather", ranks, size)
+    assert math.log(got.high_us / got.low_us) == pytest.approx(2 * math.log(1.2) * (1 + doublings))
 
 
 def test_unmeasured_collectives_use_the_formula() -> None:
-    dim = a_dim(
-        "tp", 8, 150.0, 2.0, residuals=Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
-    )
+    residuals = Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
+    dim = a_dim("tp", 8, 150.0, 2.0, residuals=residuals)
     at = estimate_collective(dim, "all_gather", 8, 2**26)
-    assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
-    assert (at.by_formula, at.extrapolated) == (True, True)
-    assert at.high_us / at.time_us == pytest.approx(1.5)
     beyond = estimate_collective(dim, "all_gather", 8, 2**32)  # it was fitted up to 1 GiB
-    assert (beyond.size_factor, beyond.high_us / beyond.time_us) == (4, pytest.approx(1.5**3))
+    assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
+    assert (at.by_formula, at.extrapolated, beyond.size_factor) == (True, True, 4)
+    assert (at.high_us / at.time_us, beyond.high_us / beyond.time_us) == pytest.approx((1.5, 1.5**3))
 
 
 def test_flat_tables_are_extrapolated_with_slopes_of_other_collectives() -> None:

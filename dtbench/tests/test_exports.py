@@ -1,7 +1,5 @@
 """Times for other tools."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 from dtbench.errors import OutputError
 from dtbench.records import exports
 from dtbench.records.exports import MAX_NAME_CHARS, Point, run_points, write_exports
-from dtbench.records.run import RunWriter
+from dtbench.records.result import Result
 from dtbench.tests import made_up
 
 HOSTILE = 'a"b\\c\n# TYPE x\r}\x1b[31m\ud800{z="1"} 5'
@@ -26,64 +24,53 @@ def test_bmf_is_what_bencher_reads():
         {"latency": {"value": 2000, "lower_value": 1000, "upper_value": pytest.approx(3000)}},
         {"latency": {"value": 4000}},
     ]
-    assert list(exported)[1] == "s plain [torch]"
-    assert all(name.isprintable() for name in exported)
+    assert list(exported)[1] == "s plain [torch]" and all(name.isprintable() for name in exported)
 
 
 def test_long_names_stay_apart():
     names = {Point(("s", "x" * 3000 + end, "core", ()), 1.0).label for end in "ab"}
-    assert len(names) == 2
-    assert all(len(name) <= MAX_NAME_CHARS for name in names)
+    assert len(names) == 2 and all(len(name) <= MAX_NAME_CHARS for name in names)
 
 
 def test_github_is_what_the_action_reads():
     first, second = json.loads(exports.github(POINTS))
-    assert first["range"] == "1 to 3"
-    assert first["extra"].startswith("slower: a")
+    assert first["range"] == "1 to 3" and first["extra"].startswith("slower: a")
     assert "\n" not in first["name"] + first["extra"]
     assert second == {"name": "s plain [torch]", "unit": "us", "value": pytest.approx(4)}
 
 
 def test_points_are_medians_over_launches_with_their_range():
-    runs = [
-        made_up.run(
-            [
-                made_up.result("dispatch", "add", "core", {}, [t], launch=i)
-                for i, t in enumerate((3e-6, 1e-6, 2e-6))
-            ]
-        ),
-        made_up.run([made_up.NOT_OK[0]]),
-    ]
-    assert [(p.time_s, p.low_s, p.high_s) for p in run_points(runs)] == [(2e-6, 1e-6, 3e-6)]
-    alone = made_up.run([made_up.result("dispatch", "add", "core", {}, [1e-6, 2e-6, 3e-6, 4e-6, 5e-6])])
-    assert [(p.time_s, p.low_s, p.high_s) for p in run_points([alone])] == [(1e-6, 1e-6, 4e-6)]
+    def add(seconds: list[float], launch: int = 0) -> Result:
+        return made_up.result("dispatch", "add", "core", {}, seconds, launch=launch)
+
+    launches = [add([seconds], launch) for launch, seconds in enumerate((3e-6, 1e-6, 2e-6))]
+    for results, point in (
+        ([*launches, made_up.NOT_OK[0]], (2e-6, 1e-6, 3e-6)),
+        ([add([1e-6, 2e-6, 3e-6, 4e-6, 5e-6])], (1e-6, 1e-6, 4e-6)),
+    ):
+        assert [(p.time_s, p.low_s, p.high_s) for p in run_points([made_up.run(results)])] == [point]
 
 
-def test_other_files_are_left_alone(tmp_path: Path):
-    wanted = [(name, tmp_path / name) for name in exports.FORMATS]
-    for _ in range(2):
-        write_exports(POINTS, wanted)
-    write_exports([], wanted)
-    write_exports(POINTS, wanted)
-    wanted[0][1].write_text('{"kind": "gate"}')
+def test_export_replaces_its_own_files_only(tmp_path: Path):
+    files = [(name, tmp_path / name) for name in exports.FORMATS]
+    for points in (POINTS, POINTS, [], POINTS):
+        write_exports(points, files)
+    files[0][1].write_text('{"kind": "gate"}')
     with pytest.raises(OutputError, match="is not a file of github"):
-        write_exports(POINTS, wanted)
+        write_exports(POINTS, files)
 
 
 def test_commands_export(tmp_path: Path, dtbench: made_up.Cli):
-    run = tmp_path / "run.jsonl"
-    with RunWriter.create(run, made_up.header()) as writer:
-        writer.append(made_up.result("dispatch", "add", "core", {}, [1e-6, 2e-6]))
-        writer.end()
-    out = tmp_path / "out.json"
-    assert dtbench("show", str(run), "--export", f"bmf:{out}", "--export", f"github:{tmp_path / 'x'}")[0] == 0
-    assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
-    dtbench("compare", str(run), str(run), "--export", f"bmf:{out}")
-    assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
-    for points, says in (
+    results = [made_up.result("dispatch", "add", "core", {}, [1e-6, 2e-6])]
+    run, out = str(made_up.write(tmp_path / "run.jsonl", made_up.run(results))), tmp_path / "out.json"
+    for words in (("show", run, "--export", f"github:{tmp_path / 'x'}"), ("compare", run, run)):
+        dtbench(*words, "--export", f"bmf:{out}")
+        assert list(json.loads(out.read_text())) == ["dispatch add [core]"]
+        out.unlink()
+    for points, message in (
         ("xml:f", "expected FORMAT:FILE"),
         ("bmf:", "expected"),
         ("bmf:no/f", "there is no folder no"),
     ):
-        code, _, err = dtbench("show", str(run), "--export", points)
-        assert code == 2 and says in err
+        code, _, err = dtbench("show", run, "--export", points)
+        assert code == 2 and message in err

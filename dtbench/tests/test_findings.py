@@ -1,8 +1,7 @@
 """What a run says of itself: the lines as results come, what it found, the names of those to compare with."""
 
-from __future__ import annotations
-
 import statistics
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ OTHERS = [
 ]
 
 
-def test_what_an_op_adds_is_of_the_same_single_ops_whatever_else_was_measured() -> None:
+def test_overhead_of_an_op_is_the_median_of_the_single_ops() -> None:
     alone = findings(made_up.run(single_ops(12)))
     # 8 + 2 k and 4 + k us, k = 5.5 in the middle.
     assert alone[0].startswith(
@@ -64,10 +63,9 @@ def test_what_an_op_adds_is_of_the_same_single_ops_whatever_else_was_measured() 
     assert not [line for line in findings(made_up.run([*OTHERS, *single_ops(4)])) if "an op takes" in line]
 
 
-def test_kinds_of_calls_have_means_of_their_own() -> None:
+def test_each_kind_of_call_has_its_own_mean() -> None:
     lines = findings(made_up.run([*single_ops(12), *OTHERS]))
-    ratios = [(9 + 2 * k) / (5 + k) for k in range(12)] + [9 / 5] * 2
-    mean = statistics.geometric_mean(ratios)
+    mean = statistics.geometric_mean([*((9 + 2 * k) / (5 + k) for k in range(12)), 9 / 5, 9 / 5])
     assert (
         f"dispatch: single ops: the core is {mean:.2f}x faster than torch.distributed.tensor, geometric mean of "
         "14 cases, from 1.8x to 1.9x"
@@ -91,7 +89,7 @@ def test_kinds_of_calls_have_means_of_their_own() -> None:
     )  # of fewer than five cases there is no mean
 
 
-def test_a_floor_that_is_slower_is_called_none() -> None:
+def test_slow_floor_is_reported_as_no_floor() -> None:
     times = [{"local": 3.0, "core": 2.0, "torch": 4.0}, {"local": 1.05, "core": 1.0}, {"core": 1.0}]
     assert describe_slow_floors(times) == [
         "the floor (local) is slower than core in 1 of 2 cases: it is not a floor there"
@@ -107,7 +105,7 @@ def test_a_floor_that_is_slower_is_called_none() -> None:
     )
 
 
-def test_a_run_says_what_it_found_and_doubts_what_ranks_without_cores_measured() -> None:
+def test_findings_of_more_ranks_than_cores_are_marked_unreliable() -> None:
     steps = [
         timed("steps", "add", impl, seconds, n=n)
         for n in range(5)
@@ -148,7 +146,7 @@ def test_launches_in_which_all_took_longer_are_drift(late: dict[str, float], dri
     assert not any("drifted" in one for one in findings(made_up.run(results[:1])))
 
 
-def test_any_suite_has_something_to_say() -> None:
+def test_unknown_suite_reports_its_fastest_and_slowest_result() -> None:
     one = made_up.result("mine", "matmul", "torch", {"n": 64}, [4e-6] * 3)
     other = made_up.result("mine", "matmul", "torch", {"n": 256}, [1e-4] * 3)
     assert findings(made_up.run([one])) == ["mine: matmul n=64 torch 4.00 µs +0%"]
@@ -159,37 +157,35 @@ def test_any_suite_has_something_to_say() -> None:
 
 
 def test_baselines_have_names(dtbench: Cli) -> None:
-    """The fixture's current folder is its own."""
-    runs = [made_up.run([timed("s", "a", "core", seconds)]) for seconds in (1.0, 2.0)]
-    first, second = (made_up.write(Path(f"{name}.jsonl"), run) for name, run in zip("ab", runs, strict=True))
+    """The fixture changes to a folder of its own."""
+    first, second = (
+        made_up.write(Path(f"{name}.jsonl"), made_up.run([timed("s", "a", "core", seconds)]))
+        for name, seconds in (("a", 1.0), ("b", 2.0))
+    )
     with pytest.raises(UsageError, match="none yet"):
         baselines.find_run_file("main")
     for run in (first, second):
         kept = baselines.save(run, "main")
         assert baselines.find_run_file("main") == kept and kept.read_bytes() == run.read_bytes()
-    _, out, error = dtbench("compare", "main", "a.jsonl")
-    assert error == "" and "2.00x faster" in out
-    code, _, error = dtbench("compare", "nope", "a.jsonl")
-    assert code == 2 and "there is no baseline 'nope' (there: main)" in error
-    code, _, error = dtbench("run", "dispatch", "--save-baseline", "../x")
-    assert code == 2 and "names no baseline" in error
+    for words, code, message in (
+        ("compare main a.jsonl", 3, "2.00x faster"),
+        ("compare nope a.jsonl", 2, "there is no baseline 'nope' (there: main)"),
+        ("run dispatch --save-baseline ../x", 2, "names no baseline"),
+    ):
+        exit_code, out, error = dtbench(*words.split())
+        assert exit_code == code and message in out + error
 
 
-def test_a_run_that_does_not_hold_its_command_is_not_resumed_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("argv", "is_complete"),
+    [(["run", "s", "-o", "y.jsonl"], True), ([], False), (["run", "s", "--token", "***"], False)],
+)
+def test_resume_needs_the_original_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], is_complete: bool
 ) -> None:
-    path = tmp_path / "x.jsonl"
+    path = made_up.write(tmp_path / "x.jsonl", made_up.run([], argv=argv))
     resuming = ["--resume", "--budget", "9m", "-o", str(path)]
     monkeypatch.setattr("sys.argv", ["dtbench", "run", *resuming])
-    for argv, whole in (
-        (["run", "s", "-o", "y.jsonl"], True),
-        ([], False),
-        (["run", "s", "--token", "***"], False),
-    ):
-        path.unlink(missing_ok=True)
-        made_up.write(path, made_up.run([], argv=argv))
-        if whole:
-            assert _original_argv(path) == [*argv, *resuming]
-        else:
-            with pytest.raises(UsageError, match="give its suites and options beside --resume"):
-                _original_argv(path)
+    message = "give its suites and options beside --resume"
+    with nullcontext() if is_complete else pytest.raises(UsageError, match=message):
+        assert _original_argv(path) == [*argv, *resuming]

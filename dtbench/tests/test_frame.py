@@ -1,7 +1,5 @@
 """Runs as data frames: nothing lost or changed in the flat one, the launches put together in the other."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
@@ -64,9 +62,23 @@ def frame(*results: Result) -> pd.DataFrame:
     return results_frame([made_up.run(results)])
 
 
+FIELDS = (
+    "suite",
+    "name",
+    "impl",
+    "launch",
+    "status",
+    "reason",
+    "rank",
+    "size_bytes",
+    "algbw_Bps",
+    "busbw_Bps",
+)
+
+
 def same(got: Any, expected: Any) -> bool:
-    """Equal, and of one type: 1 is neither True nor 1.0."""
-    return type(got) is type(expected) and got == expected
+    """Returns whether values are equal and of one type: 1 is neither True nor 1.0."""
+    return type(got) is type(expected) and bool(got == expected)
 
 
 # ------------------------------------------------------------------------------------- one row per result
@@ -84,47 +96,59 @@ def time_of(result: Result, column: str) -> Any:
 @given(RESULTS)
 def test_every_value_of_every_result_is_there(results: list[Result]) -> None:
     table = results_frame([made_up.run(results[:5]), made_up.run(results[5:], run_id="second")])
-    assert len(table) == len(results)
-    assert table.columns.is_unique
-    assert cells(table["run_id"]) == ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(
-        results[5:]
-    )
-    for field in ("suite", "name", "impl", "launch", "status", "reason", "rank", "size_bytes"):
-        for got, r in zip(cells(table[field]), results, strict=True):
-            assert same(got, getattr(r, field)), field
-    for field in ("algbw_Bps", "busbw_Bps"):
-        assert cells(table[field]) == [getattr(r, field) for r in results]
+    columns: dict[str, list[Any]] = {
+        "run_id": ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(results[5:]),
+        "samples": [r.time_s and r.time_s.n for r in results],
+    }
+    for field in (
+        "suite",
+        "name",
+        "impl",
+        "launch",
+        "status",
+        "reason",
+        "rank",
+        "size_bytes",
+        "algbw_Bps",
+        "busbw_Bps",
+    ):
+        columns[field] = [getattr(r, field) for r in results]
     for field in TIME_COLUMNS:
-        assert cells(table[field]) == [time_of(r, field) for r in results]
-    assert cells(table["samples"]) == [r.time_s and r.time_s.n for r in results]
+        columns[field] = [time_of(r, field) for r in results]
     for name in {name for r in results for name in r.params}:
-        for got, r in zip(cells(table["param." + name]), results, strict=True):
-            assert same(got, r.params.get(name)), name
+        columns["param." + name] = [r.params.get(name) for r in results]
     for name in {name for r in results for name in r.counters}:
-        assert cells(table["counter." + name]) == [r.counters.get(name) for r in results]
-    fixed = [c for c in table.columns if not c.startswith(("param.", "counter."))]
-    named = {n for r in results for n in r.params}, {n for r in results for n in r.counters}
-    assert len(table.columns) == len(fixed) + sum(map(len, named))
+        columns["counter." + name] = [r.counters.get(name) for r in results]
+    for name, values in columns.items():
+        assert all(map(same, cells(table[name]), values)) and len(table[name]) == len(values), name
+    prefixes = ("param.", "counter.")
+    assert {c for c in columns if c.startswith(prefixes)} == {
+        c for c in table.columns if c.startswith(prefixes)
+    }
 
 
 def test_no_results_make_an_empty_frame() -> None:
     table = results_frame([])
-    assert len(table) == 0
-    assert {"run_id", "case", "median_s", "busbw_Bps"} <= set(table.columns)
     cases = cases_frame(table)
-    assert (len(cases), impls_of(cases), params_of(cases)) == (0, [], [])
+    assert {"run_id", "case", "median_s", "busbw_Bps"} <= set(table.columns)
+    assert (len(table), len(cases), impls_of(cases), params_of(cases)) == (0, 0, [], [])
 
 
-def test_the_spread_of_ranks() -> None:
-    def of(samples: dict[str, tuple[float, ...]]) -> Any:
-        return cells(frame(result("core", 1.0, rank_samples_s=samples))["rank_spread"])[0]
-
-    assert of({"0": (1.0, 2.0, 8.0), "1": (2.0, 2.0, 2.0)}) == 2.0
-    assert of({"0": (1.0, 5.0), "1": (3.0,), "2": ()}) == 3.0
-    assert of({"0": (0.0, 1.0), "1": (3.0, 4.0)}) == 4.0
-    assert of({"0": (0.0,), "1": (3.0,)}) is None
-    assert of({"0": (1.0,)}) is None
-    assert of({"0": (1e-300,), "1": (1e300,)}) == math.inf
+@pytest.mark.parametrize(
+    ("samples", "spread"),
+    [
+        ({"0": (1.0, 2.0, 8.0), "1": (2.0, 2.0, 2.0)}, 2.0),
+        ({"0": (1.0, 5.0), "1": (3.0,), "2": ()}, 3.0),
+        ({"0": (0.0, 1.0), "1": (3.0, 4.0)}, 4.0),
+        ({"0": (0.0,), "1": (3.0,)}, None),
+        ({"0": (1.0,)}, None),
+        ({"0": (1e-300,), "1": (1e300,)}, math.inf),
+    ],
+)
+def test_rank_spread_is_the_median_ratio_of_slowest_to_fastest(
+    samples: dict[str, tuple[float, ...]], spread: float | None
+) -> None:
+    assert cells(frame(result("core", 1.0, rank_samples_s=samples))["rank_spread"]) == [spread]
 
 
 # --------------------------------------------------------------------------------------- one row per case
@@ -139,8 +163,7 @@ def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) ->
         key = (r.suite, r.name, tuple(sorted(r.params.items())))
         by_case.setdefault(key, {}).setdefault(r.impl, []).append(r)
     cases = cases_frame(frame(*results))
-    assert cases.columns.is_unique
-    assert impls_of(cases) == list(dict.fromkeys(r.impl for r in results))
+    assert cases.columns.is_unique and impls_of(cases) == list(dict.fromkeys(r.impl for r in results))
     assert [*zip(cells(cases["suite", ""]), cells(cases["name", ""]), strict=True)] == [
         k[:2] for k in by_case
     ]
@@ -177,44 +200,20 @@ def test_core_over_torch_where_both_were_measured() -> None:
     assert cells(cases["status", "torch"]) == ["ok", None, "failed", "ok"]
 
 
-def test_texts_that_differ_by_a_null_character_are_told_apart() -> None:
-    # pandas and numpy take it for the end of a text here and there.
-    texts = ["a", "a\0", "a\0b", "a\0c", "\0"]
-    table = frame(
-        *(result(text, 1.0 + i, params={text: text}, counters={text: i}) for i, text in enumerate(texts))
-    )
-    cases = cases_frame(table)
-    spelled = ["a", "a\\x00", "a\\x00b", "a\\x00c", "\\x00"]
-    assert impls_of(cases) == spelled
-    assert params_of(cases) == [{text: text} for text in spelled]
-    for row, text in enumerate(spelled):
-        assert cells(cases["median_s", text]) == [1.0 + i if i == row else None for i in range(5)]
-        assert cells(cases["counter." + text, text])[row] == row
-
-
 # ---------------------------------------------------------------------------------------------------- CSV
 
 
-def test_no_cell_of_the_csv_is_a_formula_or_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_cells_are_neither_formulas_nor_terminal_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     results = [
         Result(e, e, e, {e: e, "mixed": e, "plain": i}, "failed", e) for e in EVIL for i in (-1, 2)
     ] + [Result("s", "n", "core", {"mixed": -5}, "ok", counters={"=x": -2.5})]
     print_csv([made_up.run(results, run_id="=run")])
     out = capsys.readouterr().out
-    assert not set("\x1b\r\0\u202e") & set(out)
+    assert not set("\x1b\r\0\u202e") & set(out) and out.count("\n") == len(results) + 1
     head, *rows = csv.reader(io.StringIO(out))
-    assert out.count("\n") == len(results) + 1
-    assert all(len(row) == len(head) for row in rows)
-    for row in [head, *rows]:
-        for cell in row:
-            assert not cell.startswith(("=", "+", "@"))
-            assert not cell.startswith("-") or math.isfinite(float(cell))
-    lines = [dict(zip(head, row, strict=True)) for row in rows]
-    assert lines[0]["run_id"] == "'=run"
-    assert lines[0]["reason"] == "'=1+1"
-    assert {line["name"] for line in lines if line["reason"] == "'-1"} == {"'-1"}
-    assert (lines[0]["param.plain"], lines[-1]["param.mixed"], lines[-1]["counter.=x"]) == (
-        "-1",
-        "-5",
-        "-2.5",
-    )
+    for cell in (cell for row in [head, *rows] for cell in row):
+        assert not cell.startswith(("=", "+", "@"))
+        assert not cell.startswith("-") or math.isfinite(float(cell))
+    first, *_, last = (dict(zip(head, row, strict=True)) for row in rows)
+    assert (first["run_id"], first["reason"], first["param.plain"]) == ("'=run", "'=1+1", "-1")
+    assert (last["param.mixed"], last["counter.=x"]) == ("-5", "-2.5")

@@ -1,46 +1,45 @@
-"""What a gate writes, with names and reasons of any characters."""
-
-from __future__ import annotations
+"""Files that a gate writes, with names and reasons of any characters, and its history."""
 
 import json
 import random
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from html.parser import HTMLParser
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from dtbench.gate import outputs, verdict
+from dtbench.errors import UnreadableRunError
+from dtbench.gate import history, outputs
 from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.schedule import effect_and_times
+from dtbench.gate.verdict import compared_case
 from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.gate import Gate, encode_gate
+from dtbench.records.history import read_history
 from dtbench.records.read import convert, decode
+from dtbench.tests import made_up
+from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import concluded
 
+PAIRS = [(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)]
 HOSTILE = "a|b`c<script>alert(1)</script>&\"'%0A::error::\r\n\x1b[31m\x00\x07\ud800\u202e]]>*_[x](y)"
 
 
-def benchmark(name: str) -> Benchmark:
-    return Benchmark((name, name, "core", ()), f"{name} [core]", "simulated", "min")
-
-
-def judged(of: Verdict, name: str = "s", reason: str = "") -> ComparedCase:
-    effect, base_s, head_s = effect_and_times([(1e-5, 1.1e-5), (1e-5, 1.2e-5), (1e-5, 1.15e-5)])
-    return verdict.compared_case(benchmark(name), of, reason, "confirmed", (effect, base_s, head_s))
+def compared(
+    verdict: Verdict, name: str = "s", reason: str = "", pairs: Sequence[tuple[float, float]] = PAIRS
+) -> ComparedCase:
+    benchmark = Benchmark((name, name, "core", ()), f"{name} [core]", "simulated", "min")
+    return compared_case(benchmark, verdict, reason, "confirmed", effect_and_times(pairs))
 
 
 def report(items: Sequence[ComparedCase], *reasons: str) -> Gate:
     return concluded(items, *reasons, notes=[HOSTILE])
 
 
-ALL = tuple(Verdict)
-
-
-def test_junit_says_of_each_benchmark_what_became_of_it() -> None:
-    text = outputs.junit(report([judged(v, v) for v in ALL], "the control moved"))
+def test_junit_has_the_verdict_of_each_benchmark() -> None:
+    text = outputs.junit(report([compared(v, v) for v in Verdict], "the control moved"))
     suite = ET.fromstring(text)[0]
     kinds = {case.get("classname"): [child.tag for child in case] for case in suite}
     assert kinds == {
@@ -48,45 +47,32 @@ def test_junit_says_of_each_benchmark_what_became_of_it() -> None:
         Verdict.FASTER: ["system-out"],
         Verdict.SLOWER: ["failure"],
         Verdict.INCONCLUSIVE: ["skipped"],
-        Verdict.MISSING: ["error"],
-        Verdict.FAILED: ["error"],
-        Verdict.NEW: ["error"],
-        "gate": ["error"],
+        **{v: ["error"] for v in (Verdict.MISSING, Verdict.FAILED, Verdict.NEW, "gate")},
     }
-    counts = {name: suite.get(name) for name in ("tests", "failures", "errors", "skipped")}
-    assert counts == {"tests": "8", "failures": "1", "errors": "4", "skipped": "1"}
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["8", "1", "4", "1"]
 
 
 def test_names_of_any_characters_stay_text_in_each_output() -> None:
-    hostile = report([judged(Verdict.SLOWER, HOSTILE, HOSTILE), judged(Verdict.SAME, HOSTILE)], HOSTILE)
+    items = [compared(Verdict.SLOWER, HOSTILE, HOSTILE), compared(Verdict.SAME, HOSTILE)]
+    hostile = report(items, HOSTILE)
     name = ET.fromstring(outputs.junit(hostile))[0][0].get("name") or ""
     assert "<script>alert(1)</script>" in name and "\\x1b" in name and "\\x00" in name
-    lines = outputs.lines(hostile)
-    assert all(c.isprintable() or c == "\n" for line in lines for c in line)
-    assert all(line.count("\n") <= 1 for line in lines)
+    for line in outputs.lines(hostile):
+        assert line.replace("\n", "", 1).isprintable()
     text = outputs.markdown(hostile)
-    tags = Tags()
-    tags.feed(text)
-    assert tags.seen == {"details", "summary"}
+    assert {*re.findall(r"<(\w+)", text)} == {"details", "summary"}
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {7}
     assert "`" not in text and "](" not in text
 
 
-class Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        self.seen.add(tag)
-
-
-def test_thousands_are_cut_short() -> None:
-    many = report([judged(Verdict.SLOWER, f"s{i}") for i in range(5000)])
-    assert len(outputs.markdown(many)) < 2**20
-    assert "and 4800 more" in outputs.markdown(many)
-    passed = outputs.lines(report([judged(Verdict.SAME, f"s{i}") for i in range(5000)]))
-    assert len(passed) < 10 and any("5000 more" in line for line in passed)
+def test_outputs_of_thousands_of_benchmarks_are_shortened() -> None:
+    slower, same = (
+        report([compared(v, f"s{i}") for i in range(5000)]) for v in (Verdict.SLOWER, Verdict.SAME)
+    )
+    text, lines = outputs.markdown(slower), outputs.lines(same)
+    assert len(text) < 2**20 and "and 4800 more" in text
+    assert len(lines) < 10 and any("5000 more" in line for line in lines)
 
 
 def _read_seconds(text: str) -> tuple[float, float]:
@@ -106,48 +92,102 @@ def _assert_agrees(base: str, head: str, change: str) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_times_and_change_beside_each_other_agree_to_the_printed_digits(seed: int) -> None:
-    """Pairs that drift and scatter, whose median ratio is not the ratio of their medians."""
-    drawn = random.Random(seed)
-    base_s = 10 ** drawn.uniform(-7, 0)
-    pairs = [
-        (base_s * drift, base_s * drift * drawn.lognormvariate(0.05, 0.3))
-        for drift in (drawn.lognormvariate(0, 0.5) for _ in range(drawn.randint(1, 22)))
-    ]
-    of = drawn.choice([Verdict.SLOWER, Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.FASTER])
-    whole = report([verdict.compared_case(benchmark("s"), of, "", "confirmed", effect_and_times(pairs))])
-    line = next(line for line in outputs.lines(whole) if " -> " in line)
+    """Pairs that drift and scatter: their median ratio is not the ratio of their medians."""
+    rng = random.Random(seed)
+    base_s = 10 ** rng.uniform(-7, 0)
+    drifts = [rng.lognormvariate(0, 0.5) for _ in range(rng.randint(1, 22))]
+    pairs = [(base_s * drift, base_s * drift * rng.lognormvariate(0.05, 0.3)) for drift in drifts]
+    verdict = rng.choice([Verdict.SLOWER, Verdict.SAME, Verdict.INCONCLUSIVE, Verdict.FASTER])
+    gate = report([compared(verdict, pairs=pairs)])
+    line = next(line for line in outputs.lines(gate) if " -> " in line)
     base, head = line.partition(" pairs; ")[2].split(" -> ")
     _assert_agrees(base, head, re.findall(r"[-+][\d.]+%", line)[0])
-    cells = next(row for row in outputs.markdown(whole).splitlines() if row.startswith(f"| {of}"))
-    base, head, change = (cell.strip() for cell in cells.split("|")[3:6])
+    row = next(row for row in outputs.markdown(gate).splitlines() if row.startswith(f"| {verdict}"))
+    base, head, change = (cell.strip() for cell in row.split("|")[3:6])
     _assert_agrees(base, head, change.partition(" (")[0])
-    fields = json.loads(encode_gate(whole))["benchmarks"][0]
+    fields = json.loads(encode_gate(gate))["benchmarks"][0]
     assert fields["head_s"] / fields["base_s"] == pytest.approx(fields["effect"]["ratio"])
-    (point,) = outputs.gate_points(whole)
+    (point,) = outputs.gate_points(gate)
     assert point.time_s == fields["head_s"]
-    if point.low_s is not None and point.high_s is not None:
-        assert point.low_s <= point.time_s <= point.high_s
+    assert point.low_s is None or point.high_s is None or point.low_s <= point.time_s <= point.high_s
 
 
-def test_json_is_strict_and_whole() -> None:
-    effect = effect_and_times([(1.0, 2.0)])[0]
-    one = verdict.compared_case(benchmark("s"), Verdict.INCONCLUSIVE, "", "", (effect, 1.0, 2.0))
-    whole = report([one, judged(Verdict.SAME, HOSTILE)])
-    fields = json.loads(encode_gate(whole))
-    assert fields["benchmarks"][0]["effect"]["high"] is None
-    assert fields["benchmarks"][0]["effect"]["ratio"] == pytest.approx(2.0)
-    assert fields["benchmarks"][1]["name"] == HOSTILE
-    assert fields["counts"]["same"] == 1 and fields["benchmarks"][0]["verdict"] == "inconclusive"
-    printable = report([one, judged(Verdict.SAME)])
-    assert convert(
-        decode(encode_gate(msgspec.structs.replace(printable, notes=())).encode()), Gate
-    ).benchmarks == (printable.benchmarks)
+def test_json_is_strict_and_read_back() -> None:
+    single = compared(Verdict.INCONCLUSIVE, pairs=[(1.0, 2.0)])
+    first, second = json.loads(encode_gate(report([single, compared(Verdict.SAME, HOSTILE)])))["benchmarks"]
+    assert (first["effect"]["high"], first["effect"]["ratio"]) == (None, pytest.approx(2.0))
+    assert (first["verdict"], second["name"]) == ("inconclusive", HOSTILE)
+    printable = msgspec.structs.replace(report([single, compared(Verdict.SAME)]), notes=())
+    assert convert(decode(encode_gate(printable).encode()), Gate).benchmarks == printable.benchmarks
 
 
-def test_points_are_heads_times_where_both_arms_were_timed() -> None:
-    points = outputs.gate_points(
-        report([judged(Verdict.SAME), verdict.compared_case(benchmark("x"), Verdict.MISSING)])
+MACHINE = {"cpu": "Some CPU @ 2 GHz", "cores": 2}
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(history, "machine_kind", lambda: MACHINE)
+    return history.history_file(tmp_path / "h")
+
+
+def gate_of(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Gate:
+    benchmark = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
+    return concluded(
+        [compared_case(benchmark, Verdict.SAME, figures=(None, None, time_s))], *reasons, head=commit
     )
-    head_s = pytest.approx(1e-5 * (judged(Verdict.SAME).ratio or 0))
-    assert [(p.key[0], p.verdict, p.time_s) for p in points] == [("s", "same", head_s)]
-    assert (points[0].low_s, points[0].high_s) == (None, None)  # three pairs bound nothing
+
+
+def test_lines_are_only_added_and_one_cut_short_is_left_out(path: Path) -> None:
+    assert history.append(path, gate_of(1e-5, "a"))
+    first = path.read_bytes()
+    assert history.append(path, gate_of(2e-5, "b")) and path.read_bytes().startswith(first)
+    with path.open("a") as file:
+        file.write('{"kind":"hist')
+    lines = read_history(history.history_file(path.parent), MACHINE)
+    assert [(line.revision, line.times_s) for line in lines] == [
+        ("a", {"s n [core]": 1e-5}),
+        ("b", {"s n [core]": 2e-5}),
+    ]
+
+
+def test_untrusted_and_unmeasured_gates_are_not_appended(path: Path) -> None:
+    assert not history.append(path, gate_of(1e-5, "a", "the control moved"))
+    assert not history.append(path, gate_of(None)) and not path.exists()
+
+
+def test_another_machine_is_no_baseline(path: Path) -> None:
+    history.append(path, gate_of(1e-5))
+    with pytest.raises(UnreadableRunError, match="another machine are no baseline"):
+        read_history(path, {**MACHINE, "cores": 4})
+    assert history.file_of(path.parent, {**MACHINE, "cores": 4}) != path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        '{"kind":"history","schema":99}',
+        '{"kind":"history","schema":1,"revision":"a","times_s":{"x":-1}}',
+    ],
+)
+def test_a_damaged_line_is_named_before_anything_is_measured(path: Path, line: str) -> None:
+    path.write_text(line + "\n")
+    with pytest.raises(UnreadableRunError, match="line 1"):
+        history.history_file(path.parent)
+
+
+@pytest.mark.parametrize("revisions", [1, 3])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a run"])
+def test_report_of_the_folder_is_a_page_of_its_histories(
+    dtbench: Cli, path: Path, revisions: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision in "abc"[:revisions]:
+        history.append(path, gate_of(1e-5, revision * 40))
+    monkeypatch.setattr(history, "machine_kind", lambda: {**MACHINE, "cpu": "Another CPU"})
+    history.append(history.history_file(path.parent), gate_of(2e-5, "d" * 40))
+    if beside:
+        made_up.write(path.with_name("run.jsonl"), made_up.run(list(made_up.dispatch())))
+    assert dtbench("report", str(path.parent), "-o", "page.html")[:2] == (0, "the report is in page.html\n")
+    page = Path("page.html").read_text()
+    assert "Some CPU @ 2 GHz, 2" in page and "Another CPU, 2" in page
+    assert "abc"[revisions - 1] * 40 in page and "d" * 40 in page

@@ -1,29 +1,32 @@
-"""Whole gates through the command line, on arms whose launches take milliseconds, and some real launches."""
-
-from __future__ import annotations
+"""Arms of a gate, and whole gates through the command line: on arms whose launches take milliseconds, and really."""
 
 import contextlib
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtbench.errors import UsageError
+from dtbench.gate import arms, launcher
 from dtbench.gate import gate as gates
-from dtbench.gate import launcher
-from dtbench.gate.arms import Arm
+from dtbench.gate.arms import Arm, open_arms, parse_variables
 from dtbench.gate.benchmark import Benchmark, SuiteSelection
+from dtbench.gate.process import environment_of
 from dtbench.gate.sampler import FEW_BENCHMARKS, SAMPLES
+from dtbench.machine import provenance
 from dtbench.tests.gate_selftest import plan_on
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_arm import made_up_arm
-from dtbench.tests.test_gate_arms import git
 
 Gate = Callable[..., tuple[int, str, str]]
 
@@ -55,24 +58,19 @@ def test_a_slower_head_is_a_regression_in_every_output(
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     code, _, err = gate({}, {"SLOW": "1.10"}, "--export", "bmf:times.json", "--history", "kept")
-    assert code == 1, err
+    (kept,) = Path("kept").glob("*.jsonl")
+    files = ("g/gate.json", "g/smaller-is-better.json", "times.json", kept)
+    report, trend, times, history = (json.loads(Path(file).read_text()) for file in files)
+    assert code == report["exit_code"] == 1, err
     suite = ET.parse("g/junit.xml").getroot()[0]
-    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "3", "0")
+    assert [suite.get(name) for name in ("tests", "failures", "errors")] == ["3", "3", "0"]
     assert all("(at least +" in (f.get("message") or "") for f in suite.iter("failure"))
-    everything = json.loads(Path("g/gate.json").read_text())
-    assert everything["exit_code"] == 1
-    assert everything["benchmarks"][0]["effect"]["ratio"] == pytest.approx(1.10, abs=0.01)
-    assert everything["benchmarks"][0]["effect"]["pairs"] == 10
-    trend = json.loads(Path("g/smaller-is-better.json").read_text())
-    assert [row["unit"] for row in trend] == ["us"] * 3
-    assert trend[0]["value"] == pytest.approx(110, rel=0.02)
-    latency = json.loads(Path("times.json").read_text())["fake add [core]"]["latency"]
+    effect, latency = report["benchmarks"][0]["effect"], times["fake add [core]"]["latency"]
+    assert (effect["ratio"], effect["pairs"]) == (pytest.approx(1.10, abs=0.01), 10)
+    assert [row["unit"] for row in trend] == ["us"] * 3 and trend[0]["value"] == pytest.approx(110, rel=0.02)
     assert latency["lower_value"] <= latency["value"] <= latency["upper_value"]
     assert (tmp_path / "summary.md").read_text().count("| slower |") == 3
-    (kept,) = Path("kept").glob("*.jsonl")
-    assert json.loads(kept.read_text())["times_s"].keys() == {
-        f"fake {n} [core]" for n in ("add", "mul", "view")
-    }
+    assert history["times_s"].keys() == {f"fake {n} [core]" for n in ("add", "mul", "view")}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +89,9 @@ def test_gate_announces_how_long_it_takes_before_it_times(
 
 def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> None:
     code, out, _ = gate({}, {"CALLS": "43"}, "--json")
-    assert code == json.loads(out)["exit_code"] == 1
-    assert out == Path("g/gate.json").read_text()
-    assert json.loads(out)["launches"] == 0, "what is counted needs no timed launch"
+    report = json.loads(out)
+    assert out == Path("g/gate.json").read_text() and code == report["exit_code"] == 1
+    assert report["launches"] == 0, "counters do not need timed launches"
     code, _, err = gate({}, {})
     assert code == 2 and "g holds a gate already" in err
 
@@ -146,6 +144,13 @@ def test_verdicts_and_exit_codes(
         ({"LACKS": "add,mul,view"}, {"LACKS": "add,mul,view"}, (), 2, "no suite is called"),
         ({}, {}, ("--impl", "torch,local"), 2, "no benchmark of --impl torch,local: it has core"),
         (
+            {"SLEEPS": "1"},
+            {"SLEEPS": "1"},
+            ("--budget", "4s"),
+            3,
+            "(?s)the budget of 4 s is too short for .*give --budget.*name fewer benchmarks, such as dispatch/relu",
+        ),
+        (
             {},
             {"HANGS": "add"},
             ("--budget", "1s"),
@@ -154,19 +159,12 @@ def test_verdicts_and_exit_codes(
         ),
     ],
 )
-def test_arms_that_cannot_be_judged_at_all(
+def test_arms_that_cannot_be_compared_are_reported(
     gate: Gate, base: dict[str, str], head: dict[str, str], options: tuple[str, ...], code: int, words: str
 ) -> None:
-    ended, out, err = gate(base, head, *options)
-    assert ended == code, out + err
+    exit_code, out, err = gate(base, head, *options)
+    assert exit_code == code, out + err
     assert re.search(words, out + err) and "Traceback" not in err
-
-
-def test_a_budget_holds(gate: Gate) -> None:
-    code, out, err = gate({"SLEEPS": "1"}, {"SLEEPS": "1"}, "--budget", "4s")
-    assert code == 3, out + err
-    assert "the budget of 4 s is too short for another launch: " in out
-    assert "give --budget" in out and "name fewer benchmarks, such as dispatch/relu" in out
 
 
 ENVS = ("--base", "env:", "--head", "env:")
@@ -184,16 +182,19 @@ ENVS = ("--base", "env:", "--head", "env:")
         ((*ENVS, "dispatch", "--budget", "soon"), "is not a duration"),
     ],
 )
-def test_options_that_cannot_be_followed(
+def test_options_that_cannot_be_followed_are_refused(
     dtbench: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
 ) -> None:
     if "dispatch/torchrun" in words:
-        place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        for name, value in place.items():
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }.items():
             monkeypatch.setenv(name, value)
     code, _, err = dtbench("gate", *words)
-    assert (code, message in err) == (2, True), err
-    assert err.rstrip().count("\n") == 0
+    assert (code, message in err, err.count("\n")) == (2, True, 1), err
 
 
 def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_path: Path) -> None:
@@ -201,8 +202,7 @@ def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_p
     program.write_text("#!/bin/sh\necho 'No module named torch' >&2\nexit 1\n")
     program.chmod(0o755)
     code, _, err = dtbench("gate", "--base", f"python:{program}", "--head", "env:", "dispatch")
-    assert code == 5
-    assert "cannot run the harness: No module named torch" in err
+    assert code == 5 and "cannot run the harness: No module named torch" in err
 
 
 SUITE = """
@@ -248,19 +248,23 @@ NEIGHBOUR = "from dtbench.suite import suite\nimport helper_beside\n" + SUITE.re
 )
 
 
-def test_real_arms_say_before_a_launch_that_a_selection_has_no_benchmark(
+def test_real_arms_report_a_selection_without_benchmarks_before_a_launch(
     dtbench: Cli, tmp_path: Path
 ) -> None:
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "tiny.py").write_text(NEIGHBOUR)
-    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py", "-o", "g")
-    assert code == 2 and "ModuleNotFoundError: No module named 'helper_beside' (tiny.py:2)" in err, err
-    (tmp_path / "bench" / "helper_beside.py").write_text("N = 50\n")
-    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py/nothing", "bench/tiny.py/sum", "-o", "g")
-    assert code == 2 and "'nothing' matches none of their 1 cases; expected such as n=50" in err, err
-    code, _, err = dtbench("gate", *ENVS, "bench/tiny.py", "--impl", "core", "-o", "g")
-    assert code == 2 and "no benchmark of --impl core: it has python" in err, err
-    assert "counting" not in err and not Path("g").exists()
+    for words, message in (
+        ("bench/tiny.py", "ModuleNotFoundError: No module named 'helper_beside' (tiny.py:2)"),
+        (
+            "bench/tiny.py/nothing bench/tiny.py/sum",
+            "'nothing' matches none of their 1 cases; expected such as n=50",
+        ),
+        ("bench/tiny.py --impl core", "no benchmark of --impl core: it has python"),
+    ):
+        code, _, err = dtbench("gate", *ENVS, *words.split(), "-o", "g")
+        assert code == 2 and message in err and "counting" not in err, err
+        (tmp_path / "bench" / "helper_beside.py").write_text("N = 50\n")
+    assert not Path("g").exists()
 
 
 def test_real_revisions_import_their_own_neighbours(
@@ -270,32 +274,37 @@ def test_real_revisions_import_their_own_neighbours(
     bench.mkdir()
     (bench / "tiny.py").write_text(NEIGHBOUR)
     git("init", "-q")
-    for n in (10, 20):
+    for n in (10, 20, 30):  # 30 is not committed
         (bench / "helper_beside.py").write_text(f"N = {n}\n")
-        git("add", "-A")
-        git("commit", "-qm", f"{n}")
-    (bench / "helper_beside.py").write_text("N = 30\n")  # of the working tree: neither arm's
+        if n < 30:
+            commit(f"{n}")
     monkeypatch.setenv("PYTHONPATH", str(bench))
-    code, out, err = dtbench("gate", "--base", "rev:HEAD~1", "--head", "rev:HEAD", "bench/tiny.py", "-o", "g")
+    words = ("--base", "rev:HEAD~1", "--head", "rev:HEAD", "bench/tiny.py", "-o", "g", "--json")
+    code, out, err = dtbench("gate", *words)
     assert code == 4, out + err
-    benchmarks = json.loads(Path("g/gate.json").read_text())["benchmarks"]
-    assert {(b["params"]["n"], b["verdict"]) for b in benchmarks} == {(10, "missing"), (20, "new")}
+    found = {(b["params"]["n"], b["verdict"]) for b in json.loads(out)["benchmarks"]}
+    assert found == {(10, "missing"), (20, "new")}
 
 
+@pytest.mark.parametrize(
+    ("head", "code", "message"),
+    [
+        ("no such case", 2, "dtbench: no such case\n"),
+        ("no such file", 2, "in base: no such case; in head: no such file"),
+        ("", 0, ""),
+    ],
+)
 def test_problem_of_both_arms_ends_the_gate_before_it_makes_a_folder(
-    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, head: str, code: int, message: str
 ) -> None:
-    whole = made_up_arm
+    make_arm = made_up_arm
 
-    def made_up(folder: Path, **variables: str) -> Arm:
-        return replace(whole(folder, **variables), problems=("", variables.get("PROBLEM", "")))
+    def arm(folder: Path, PROBLEM: str = "") -> Arm:  # noqa: N803 - passed as a variable
+        return replace(make_arm(folder), problems=("", PROBLEM))
 
-    monkeypatch.setattr("dtbench.tests.test_gate_runs.made_up_arm", made_up)
-    code, _, err = gate({"PROBLEM": "no such case"}, {"PROBLEM": "no such case"})
-    assert (code, err) == (2, "dtbench: no such case\n") and not Path("g").exists()
-    code, _, err = gate({"PROBLEM": "no such case"}, {"PROBLEM": "no such file"})
-    assert code == 2 and "in base: no such case; in head: no such file" in err
-    assert gate({"PROBLEM": "no such case"}, {})[0] == 0
+    monkeypatch.setattr("dtbench.tests.test_gate_runs.made_up_arm", arm)
+    exit_code, _, err = gate({"PROBLEM": "no such case"}, {"PROBLEM": head})
+    assert exit_code == code and message in err and Path("g").exists() == (code == 0)
 
 
 # ------------------------------------------------------------------------------- launches
@@ -345,25 +354,24 @@ def launcher_of(folder: Path, suite: str = TIMED, **arms: Arm) -> Iterator[launc
 
 
 def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Path) -> None:
-    """Both are warm before either measures, and then each sample of one follows one of the other."""
-    seen = tmp_path / "seen"
-    arm = real_arm(SEEN=str(seen))
+    """Both warm up before either measures. Then each sample of one follows a sample of the other."""
+    arm = real_arm(SEEN=str(tmp_path / "seen"))
     with launcher_of(tmp_path / "gate", base=arm, head=arm) as gate_launcher:
-        one, other = gate_launcher.launch(["head", "base"], [SUM])
-        assert one.times_s[SUM.key] > 0 and other.times_s[SUM.key] > 0
-        rows = map(str.split, seen.read_text().splitlines())
-        calls = [pid for what, pid, *_ in rows if what == "call"]
-        pids = set(calls)
-        warm_up = [i for pid in pids for i in [i for i, p in enumerate(calls) if p == pid][:4]]
-        assert len(pids) == 2 and sorted(warm_up) == list(range(8))
-        turns = [pid for pid, _ in itertools.groupby(calls[8:])]
-        samples = len(one.samples_s[SUM.key])
-        assert samples == len(other.samples_s[SUM.key]) == SAMPLES * FEW_BENCHMARKS
-        # a b, b a, b a, a b, and so on: of four samples each is the first of two, and two pairs of turns follow on.
-        assert turns == turns[:2] * (3 * samples // 4)
+        launches = gate_launcher.launch(["head", "base"], [SUM])
+    rows = map(str.split, (tmp_path / "seen").read_text().splitlines())
+    calls = [pid for what, pid, *_ in rows if what == "call"]
+    warm_up = [[i for i, p in enumerate(calls) if p == pid][:4] for pid in {*calls}]
+    assert len(warm_up) == 2 and sorted(itertools.chain(*warm_up)) == list(range(8))
+    turns = [pid for pid, _ in itertools.groupby(calls[8:])]
+    samples = SAMPLES * FEW_BENCHMARKS
+    assert all(
+        launch.times_s[SUM.key] > 0 and len(launch.samples_s[SUM.key]) == samples for launch in launches
+    )
+    # a b, b a, b a, a b, and so on: in four samples each arm is twice the first, and two pairs of turns are adjacent.
+    assert turns == turns[:2] * (3 * samples // 4)
 
 
-def test_what_brings_a_launch_down_fails_and_the_rest_is_launched_again_in_turn(tmp_path: Path) -> None:
+def test_benchmark_that_kills_a_launch_fails_and_the_others_are_measured(tmp_path: Path) -> None:
     with launcher_of(tmp_path, base=real_arm(), head=real_arm(DTBENCH_DIES="1")) as gate_launcher:
         sound, broken = gate_launcher.launch(["base", "head"], [SUM, DIES])
     assert "exit code 7" in broken.bad[DIES.key] and not sound.bad
@@ -371,25 +379,200 @@ def test_what_brings_a_launch_down_fails_and_the_rest_is_launched_again_in_turn(
     assert len(sound.samples_s[SUM.key]) == len(broken.samples_s[SUM.key]) > 0
 
 
-@pytest.mark.parametrize(
-    ("alone", "variable", "loaders"),
-    [(False, "DTBENCH_SEEN", 1), (True, "DTBENCH_SEEN", 2)],
-)
-def test_arms_that_load_alike_share_a_process(
-    tmp_path: Path, alone: bool, variable: str, loaders: int
-) -> None:
-    """Not those with variables that a library may read, or with a module that launches load before they are forked."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_arms_load_apart_only_with_modules_of_their_own(tmp_path: Path, alone: bool) -> None:
+    """A variable of DTBENCH_* does not need a process of its own; a module that launches load before a fork does."""
     arms = {}
     for name in ("base", "head"):
         (tmp_path / name).mkdir()
         if alone:
             (tmp_path / name / "click.py").write_text("")
-        arms[name] = real_arm([str(tmp_path / name)], alone, **{variable: str(tmp_path / f"{name}.seen")})
+        arms[name] = real_arm([str(tmp_path / name)], alone, DTBENCH_SEEN=str(tmp_path / f"{name}.seen"))
     suite = f"{TIMED}\nimport click\nsee(click.__file__)\n"
     with launcher_of(tmp_path / "gate", suite, **arms) as gate_launcher:
-        for launch in gate_launcher.launch(["head", "base"], [SUM]):
-            assert launch.times_s[SUM.key] > 0
-    assert len({real_arm(SEEN=value).loader_key for value in "ab"}) == 2
+        assert all(launch.times_s[SUM.key] > 0 for launch in gate_launcher.launch(["head", "base"], [SUM]))
     texts = {name: (tmp_path / f"{name}.seen").read_text() for name in arms}
-    assert len({text.split()[2] for text in texts.values()}) == loaders
+    assert len({text.split()[2] for text in texts.values()}) == 1 + alone
     assert all((str(tmp_path / name / "click.py") in text) == alone for name, text in texts.items())
+
+
+def test_arms_with_other_library_variables_load_apart() -> None:
+    assert len({real_arm(SEEN=value).loader_key for value in "ab"}) == 2
+
+
+def git(*words: str) -> str:
+    author = (
+        "-c",
+        "user.name=somebody",
+        "-c",
+        "user.email=somebody@example.org",
+        "-c",
+        "core.hooksPath=/dev/null",
+    )
+    return subprocess.run(["git", *author, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def commit(message: str) -> None:
+    git("add", "-A")
+    git("commit", "-qm", message)
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with two commits of other suites and cores. Interpreters are not started."""
+    folder = tmp_path / "repository"
+    (folder / "core" / "dtbench_core").mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(arms, "_probed", lambda arm, _asked: arm)
+    git("init", "-q")
+    for number in (1, 2):
+        for file in ("core/dtbench_core/__init__.py", "my_suite.py"):
+            (folder / file).write_text(f"NUMBER = {number}\n")
+        commit(f"number {number}")
+    return folder
+
+
+def test_a_revision_has_its_own_core_and_the_harness_of_the_gate(repository: Path) -> None:
+    with open_arms("rev:HEAD~1", "rev:HEAD") as (base, head):
+        for arm, number in ((base, 1), (head, 2)):
+            sources = Path(arm.path[0])
+            assert (sources / "dtbench_core" / "__init__.py").read_text() == f"NUMBER = {number}\n"
+            assert (sources / "dtbench" / "gate" / "worker.py").is_file()
+            assert (sources / "dtbench_suites" / "dispatch.py").is_file()
+            assert not (sources / "dtbench" / "tests").exists() and arm.python == sys.executable
+            own, builtin = arm.selections([SuiteSelection("my_suite.py"), SuiteSelection("dispatch", "add")])
+            assert Path(own.suite).read_text() == f"NUMBER = {number}\n"
+            assert builtin == SuiteSelection("dispatch", "add")
+        roots = [Path(arm.root) for arm in (base, head)]
+        assert base.revision == git("rev-parse", "HEAD~1") and all(root.is_dir() for root in roots)
+        # Even a gate that is killed now leaves the repository as it was.
+        assert git("status", "--porcelain") == "" and not Path(".git/worktrees").exists()
+        tree_format = "--format=%(objectmode) %(objectname) 0%x09%(path)"
+        assert git("ls-files", "--stage") == git("ls-tree", "-r", tree_format, "HEAD")
+    assert not any(root.exists() for root in roots)
+
+
+def test_other_arms_take_the_sources_of_the_gate_as_they_were(repository: Path) -> None:
+    with open_arms("env:", "env:A=1") as (base, head):
+        for arm in (base, head):
+            assert Path(arm.path[0], "dtbench_core", "comm.py").is_file()
+            assert not Path(arm.path[0]).is_relative_to(repository)
+        assert environment_of({}, head.env, head.path)["A"] == "1" and "A" not in base.env
+
+
+def test_hooks_filters_and_diff_commands_of_a_repository_do_not_run(repository: Path, tmp_path: Path) -> None:
+    """Each would touch a file. Sources are as committed."""
+    mark, hooks = tmp_path / "mark", repository / ".git" / "hooks"
+    command = f"sh -c 'touch {mark}; cat'"
+    for name in ("post-index-change", "post-checkout", "fsmonitor-watchman", "reference-transaction"):
+        (hooks / name).write_text(f"#!/bin/sh\ntouch {mark}\n")
+        (hooks / name).chmod(0o755)
+    (repository / ".gitattributes").write_text("*.py filter=a.b=c diff=d\nmy_suite.py filter=lfs\n")
+    commit("attributes")
+    filters = [
+        f"filter.{name}.{kind}" for name in ("a.b=c", "lfs") for kind in ("clean", "smudge", "process")
+    ]
+    for key in (*filters, "diff.external", "diff.d.command", "diff.d.textconv"):
+        git("config", key, command)
+    for key, value in (
+        ("filter.a.b=c.required", "true"),
+        ("filter.lfs.required", "true"),
+        ("core.fsmonitor", str(hooks / "fsmonitor-watchman")),
+    ):
+        git("config", key, value)
+    mark.unlink(missing_ok=True)
+    with open_arms("env:", "rev:HEAD") as (_, head):
+        assert (head.root / "my_suite.py").read_text() == "NUMBER = 2\n"
+    for number in (2, 3):
+        (repository / "my_suite.py").write_text(f"NUMBER = {number}\n")
+        assert provenance._checkout(repository).dirty is (number == 3)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["rev:https://x:hunter2@h", "python:/opt/token=hunter2/python", "env:A --api-key hunter2"]
+)
+def test_errors_echo_no_secret(repository: Path, text: str) -> None:
+    with pytest.raises(UsageError, match=r"^(?!.*hunter2)"), open_arms("env:", text):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [
+        ("", {}),
+        ("A=x,y,B=,C=1=2", {"A": "x,y", "B": "", "C": "1=2"}),
+        *((text, None) for text in ("A", "=1", "1A=2", "PYTHONPATH=x", "A=\0", "DTBENCH_GATE_CONTROL=x")),
+    ],
+)
+def test_variables_are_parsed_or_refused(text: str, variables: dict[str, str] | None) -> None:
+    with pytest.raises(UsageError) if variables is None else nullcontext():
+        assert parse_variables(text) == variables
+
+
+def test_launch_environment_lacks_the_variables_of_an_outer_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_LAUNCH"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("KEPT", "1")
+    arm = made_up_arm(tmp_path, SLOW="2")
+    env = environment_of({"C": "3"}, arm.env, arm.path)
+    assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_LAUNCH"} & set(env)
+    assert (env["KEPT"], env["SLOW"], env["C"]) == ("1", "2", "3")
+    assert env["PYTHONPATH"] == os.pathsep.join(arm.path)
+
+
+def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("lib", "linked", "built", "../outside"):
+        Path(folder).mkdir()
+        if folder == "built":
+            commit("lib and linked")
+        Path(folder, "helper.py").touch()
+    commit_before = {"lib", "linked"}
+    outside, built = tmp_path / "outside", repository / "built"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["lib", str(built), str(outside), "lib", ""]))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(repository / "linked")])  # as a .pth file adds it
+    with open_arms("rev:HEAD", "env:") as (base, head):
+        copies = [str(base.root), *(str(base.root / name) for name in sorted(commit_before))]
+        assert [*base.path[1:]] == [*copies, str(outside)]
+        assert f"without {built} of PYTHONPATH, which the commit lacks: commit it" in base.note
+        assert base.note.endswith(f"with the folders of PYTHONPATH outside the repository: {outside}")
+        assert [*head.path[1:]] == [*map(str, (repository / "lib", built, outside))]
+        assert "PYTHONPATH" not in head.note
+
+
+def test_interpreter_keeps_its_torch_where_pythonpath_has_another(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "build" / "torch").mkdir(parents=True)
+    (tmp_path / "lib").mkdir()
+    paths = [str(tmp_path / name) for name in ("build", "lib")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    with open_arms(f"python:{sys.executable}", "env:") as (base, head):
+        assert [*base.path[1:]] == paths[1:] and [*head.path[1:]] == paths
+        assert f"without {paths[0]} of PYTHONPATH, whose torch would hide the interpreter's" in base.note
+
+
+def test_problem_of_a_revision_names_the_file_in_the_repository(repository: Path) -> None:
+    with open_arms("rev:HEAD", "env:") as (base, head):
+        problem = f"no suite file at {base.root}/bench/new.py: expected one"
+        assert base.explain(problem) == (
+            "no suite file at bench/new.py: expected one; a revision has committed files alone"
+        )
+        assert head.explain(problem) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "such"),
+    [
+        ("main", "rev:main"),
+        ("NCCL_ALGO=Ring", "env:NCCL_ALGO=Ring"),
+        (sys.executable, f"python:{sys.executable}"),
+    ],
+)
+def test_arm_without_its_kind_is_refused_with_the_kind_that_is_meant(text: str, such: str) -> None:
+    with pytest.raises(UsageError, match=f"is not an arm: .*, such as {re.escape(such)}$"):
+        arms.check_text(text)

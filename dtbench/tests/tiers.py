@@ -49,8 +49,10 @@ SLOW = {
     "dtbench/tests/test_gate_runs.py::test_real_revisions*": "four of them",
     "dtbench/tests/test_gate_runs.py::test_compared_launches*": "five of them",
     "dtbench/tests/test_gate_runs.py::test_arms_load_apart*": "three of them",
-    "dtbench/tests/test_gate_runs.py::test_an_arm_that_brings*": "two of them",
-    "dtbench/tests/test_gate_runs.py::test_what_is_launched_again*": "three of them",
+    "dtbench/tests/test_gate_runs.py::test_benchmark_that_kills_a_launch*": "three of them",
+    "dtbench/tests/test_gate_runs.py::test_an_interpreter_that_cannot*": "one of them",
+    "dtbench/tests/gpu/test_gpu.py::test_pair_is_rehearsed*": "two ranks that import torch, three times",
+    "dtbench/tests/gpu/test_gpu.py::test_a_killed_check*": "a step that imports torch and is killed",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }
 

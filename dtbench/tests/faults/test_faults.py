@@ -1,7 +1,5 @@
 """The table of faults: every row is started, and what must be seen is looked at; and kills at random moments."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
@@ -17,8 +15,7 @@ import pytest
 
 from dtbench.errors import UnreadableRunError
 from dtbench.records.run import read_run
-from dtbench.tests.faults import table
-from dtbench.tests.faults.rows import ROWS
+from dtbench.tests.faults import rows
 from dtbench.tests.programs import FRESH, environment
 
 FILE = os.environ.get("DTBENCH_FAULTS_TABLE")
@@ -55,19 +52,24 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
 
 
-@pytest.mark.parametrize("fault", [pytest.param(row, id=row.name) for row in ROWS])
-def test_fault(fault: table.Fault, folder: Path, lines: list[str]) -> None:
+@pytest.mark.parametrize("fault", [pytest.param(row, id=row.name) for row in rows.ROWS])
+def test_fault(fault: rows.Fault, folder: Path, lines: list[str]) -> None:
     if fault.before is not None:
         fault.before()
-    files, began_s = table.contents(), time.monotonic()
-    ended = table.run_shell(fault, fault.words, folder)
+    files, began_s = rows.contents(), time.monotonic()
+    ended = rows.run_shell(fault, fault.words, folder)
     took_s = time.monotonic() - began_s
-    table.check(fault, ended, files, folder)
-    lines.append(f"| {fault.holds} | {fault.name} | {table.seen(ended, folder)} | {took_s:.0f} |\n")
+    rows.check(fault, ended, files, folder)
+    lines.append(f"| {fault.holds} | {fault.name} | {rows.seen(ended, folder)} | {took_s:.0f} |\n")
 
 
 def test_every_row_has_a_name_of_its_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS) and {row.holds for row in ROWS} == {1, 2, 3, 4}
+    assert len({row.name for row in rows.ROWS}) == len(rows.ROWS) and {row.holds for row in rows.ROWS} == {
+        1,
+        2,
+        3,
+        4,
+    }
 
 
 @pytest.mark.parametrize("seed", range(20 if FILE else 4))
@@ -77,7 +79,7 @@ def test_a_run_killed_at_a_random_moment_loses_and_repeats_nothing(folder: Path,
     words = [
         *FRESH,
         "run",
-        table.SUITE,
+        rows.SUITE,
         "--quick",
         "--nproc",
         rng.choice("123"),
@@ -88,11 +90,11 @@ def test_a_run_killed_at_a_random_moment_loses_and_repeats_nothing(folder: Path,
     ]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(rng.uniform(0.5, 12.0))
-    for pid in (process.pid, *(table.processes_in(folder) if rng.random() < 0.5 else ())):
+    for pid in (process.pid, *(rows.processes_in(folder) if rng.random() < 0.5 else ())):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
-    table.wait_until_none_runs_in(folder)
+    rows.wait_until_none_runs_in(folder)
     before = ()
     try:
         before = read_run("x.jsonl").results

@@ -265,8 +265,7 @@ def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
     local = torch.ones(shape, dtype=step.dtype, device=memory.device)
 
     def received(_sent: torch.Tensor, wanted: Sequence[int], *_about: Any) -> torch.Tensor:
-        elements = torch.Size(wanted).numel()
-        return memory.view(-1)[:elements].view(tuple(wanted))
+        return memory.view(-1)[: torch.Size(wanted).numel()].view(tuple(wanted))
 
     def run() -> None:
         names = ("gathered", "reduce_scattered", "exchanged")

@@ -383,8 +383,7 @@ def rank_main(check: str, rank: int, store: str, path: Path, folder: Path) -> No
     """Runs a check on one rank, and writes its figures as soon as they are there."""
     import torch.distributed as dist
 
-    device = join(rank, store)
-    for figures in CHECKS[check](rank, device, folder):
+    for figures in CHECKS[check](rank, join(rank, store), folder):
         gpus().synchronize()
         dist.barrier()
         write_atomically(path, json.dumps(figures) + "\n", lambda head: "{" in head, "measurement")

@@ -1,7 +1,5 @@
 """The check of one GPU without a GPU: its runner on made-up steps, its commands as the program parses them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -48,7 +46,7 @@ def read(name: str) -> str:
         return archive.read(f"no-gpu-rehearsal/{name}").decode()
 
 
-def test_a_failing_step_stops_no_other_and_a_second_call_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_repeats_failed_and_skipped_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("notes.py").write_text("import sys; open(sys.argv[1], 'a').write('x')")
     Path("fails.py").write_text("1 / 0")
     steps = [step("one", "notes.py"), step("two", "fails.py"), step("three", "notes.py")]
@@ -110,13 +108,18 @@ def test_summary_leaves_out_damaged_results(monkeypatch: pytest.MonkeyPatch) -> 
     assert "| torn | ok |" in read("summary.md")
 
 
-def test_mistakes_are_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("-o new.zip", "nvidia-smi names no GPU here"),
+        ("--rehearse -o broken.zip", "broken.zip cannot be gone on with"),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(monkeypatch: pytest.MonkeyPatch, words: str, message: str) -> None:
     monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    with pytest.raises(SystemExit, match="nvidia-smi names no GPU here"):
-        module.main(["-o", "new.zip"])
     Path("broken.zip").write_bytes(b"PK")
-    with pytest.raises(SystemExit, match=r"broken.zip cannot be gone on with"):
-        module.main(["--rehearse", "-o", "broken.zip"])
+    with pytest.raises(SystemExit, match=message):
+        module.main(words.split())
 
 
 def test_steps_of_two_ranks_run_only_if_two_ranks_share_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,23 +146,20 @@ def test_later_steps_use_the_variables_that_worked(tmp_path: Path) -> None:
 
 
 def test_pair_falls_back_and_records_what_worked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tried = []
-
     def start(_check: str, variables: dict[str, str], _seconds: float, _folder: Path) -> pair.Figures:
-        tried.append({**variables})
         if "NCCL_P2P_DISABLE" not in variables:
             raise pair.RanksFailedError("rank 0: exit 1")
-        return {"version": "2.30.7"}
+        return {"version": "2.30.7", "debug": variables["NCCL_DEBUG"]}
 
-    library = tmp_path / "libnccl.so.2"
+    library, results = tmp_path / "libnccl.so.2", tmp_path / "pair.json"
     monkeypatch.setattr(pair, "LIBRARY", library)
-    assert pair.main("pair", 30, tmp_path / "pair.json") == 5, "without a library"
-    library.touch()
     monkeypatch.setattr(pair, "start_ranks", start)
-    assert pair.main("pair", 30, tmp_path / "pair.json") == 0
-    ((_, figures, _, met),) = json.loads((tmp_path / "pair.json").read_text())
+    assert pair.main("pair", 30, results) == 5, "without a library"
+    library.touch()
+    assert pair.main("pair", 30, results) == 0
+    ((_, figures, _, met),) = json.loads(results.read_text())
     assert figures["variables"] == "NCCL_P2P_DISABLE=1" and "rank 0: exit 1" in figures["failed before"]
-    assert met == "yes" and all(one["NCCL_DEBUG"] == "INFO" for one in tried)
+    assert (met, figures["debug"]) == ("yes", "INFO")
 
 
 def test_pair_is_rehearsed_on_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,24 +192,18 @@ def test_grad_filter_takes_calls_with_gradients_and_optimizers(word: str) -> Non
 
 
 @pytest.mark.parametrize("rehearse", [False, True])
-def test_every_command_is_one(rehearse: bool) -> None:
-    for one in steps_of(rehearse):
-        words = shlex.split(one.command)
+def test_commands_of_steps_have_valid_arguments(rehearse: bool) -> None:
+    programs = {"dtbench.tests.gate_selftest", *instruments.GROUPS, *pair.CHECKS}
+    for words in (shlex.split(step.command) for step in steps_of(rehearse)):
         if words[2] == "dtbench":
-            called = cli.get_command(None, words[3])  # type: ignore[arg-type]
-            assert called is not None
-            params = called.make_context(words[3], words[4:], cli.make_context("dtbench", words[3:])).params
-            if words[3] == "gate":
-                assert (ROOT / params["words"][0].rpartition("/")[0]).is_file()
+            command = cli.get_command(None, words[3])  # type: ignore[arg-type]
+            assert command is not None
+            params = command.make_context(words[3], words[4:], cli.make_context("dtbench", words[3:])).params
             assert params.get("device") in (None, "cpu" if rehearse else "cuda")
-            assert words[3] != "run" or [s.name for s in load(params["words"])] == list(params["words"])
-        elif words[1] == "pytest":
-            assert any((ROOT / word).is_file() for word in words)
+            if words[3] == "run":
+                assert [suite.name for suite in load(params["words"])] == list(params["words"])
         else:
-            assert words[2] == "dtbench.tests.gate_selftest" or words[3] in {
-                **instruments.GROUPS,
-                **pair.CHECKS,
-            }
+            assert programs & {words[2], words[3]} or any((ROOT / word).is_file() for word in words)
 
 
 def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,10 +223,9 @@ def test_moves_are_copied_as_the_core_does(monkeypatch: pytest.MonkeyPatch, size
     assert all(type(share) is float and share > 0 for share in shares.values()) and "uneven S(1)->R" in shares
 
 
-def test_wheels_are_taken_along_of_all_but_the_large_packages() -> None:
+def test_makefile_lists_the_wheels_of_all_small_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = project["dependencies"] + project["optional-dependencies"]["pytest"]
-    makefile = (ROOT / "Makefile").read_text().partition("WHEELS :=")[2]
-    taken = makefile.partition("\n\n")[0].split()
+    wheels = (ROOT / "Makefile").read_text().partition("WHEELS :=")[2].partition("\n\n")[0].split()
     large = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
-    assert {text.partition(">")[0] for text in needed} - large <= set(taken)
+    assert {text.partition(">")[0] for text in needed} - large <= set(wheels)
