@@ -1,4 +1,4 @@
-"""What fits into `dtbench run --budget`, and what of it comes first."""
+"""Selection and order of cases under `dtbench run --budget`, and the time left that is printed."""
 
 from collections import Counter
 from typing import Any

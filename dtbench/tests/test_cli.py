@@ -1,4 +1,4 @@
-"""The command line: what it imports, what it refuses and how, and what it hands to the other parts."""
+"""The command line: its imports, its help, its error messages, and the options that it passes on."""
 
 import dataclasses
 import errno

@@ -1,8 +1,8 @@
 """Every reader of files on damaged ones: cut, with bits flipped, parts repeated, values of another type or sign.
 
-What comes out is a value of finite, non-negative times, or one of the project's own errors; never another exception,
-nor without end or with all the memory. Random seeds are hypothesis's: the fast tier tries a few, the slow one
-hundreds, `DTBENCH_DAMAGED=5000` as many as one likes.
+A reader returns finite, non-negative times or raises one of the project's own errors. It raises no other exception,
+ends, and uses little memory. hypothesis draws the random seeds: the fast tier tries a few, the slow one hundreds, and
+`DTBENCH_DAMAGED=5000` as many as it says.
 """
 
 import json
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Cut, with bits flipped, a part repeated, or a value that has another type."""
+    """Returns the bytes cut, with bits flipped, with a part repeated, or with a value of another type."""
     at, end = sorted(rng.randrange(len(data) + 1) for _ in range(2))
     values = [b"null", b"[]", b"{}", b'"x"', b"-1", b"1e400", b"true", b"9" * 40, b"\xff\x00"]
     match rng.randrange(4):

@@ -1,4 +1,4 @@
-"""The pages of docs/ and README: what one begins with runs, options of all others exist, links lead somewhere."""
+"""The pages of docs/ and the README: commands of the start page run, options exist, links lead somewhere."""
 
 import os
 import re
@@ -154,7 +154,7 @@ def test_readme_gives_the_commands_that_measure_and_test_a_fresh_clone() -> None
 
 
 def test_texts_stay_short() -> None:
-    """The README on two screens, the docs in an hour; `results/` a clone in seconds."""
+    """The README is read on two screens, the docs in an hour; `results/` is cloned in seconds."""
     assert len((ROOT / "README.md").read_text()) <= 8_000
     assert sum(len(page.read_text().split()) for page in PAGES) <= 15_000
     git = ["git", "-C", str(ROOT), "ls-files", "results"]

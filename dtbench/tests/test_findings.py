@@ -1,4 +1,4 @@
-"""What a run says of itself: the lines as results come, what it found, the names of those to compare with."""
+"""Findings that a run prints at its end, named baselines, and the command of a resumed run."""
 
 import statistics
 from contextlib import nullcontext
@@ -142,8 +142,8 @@ def test_launches_in_which_all_took_longer_are_drift(late: dict[str, float], dri
         for launch, is_late in enumerate((0, 0, 0, 1, 1))
     ]
     line = "the machine drifted: plain torch and all other impls of dispatch became 1.30x slower in the later launches"
-    assert any(one.startswith(line) for one in findings(made_up.run(results))) == drifts
-    assert not any("drifted" in one for one in findings(made_up.run(results[:1])))
+    assert any(text.startswith(line) for text in findings(made_up.run(results))) == drifts
+    assert not any("drifted" in text for text in findings(made_up.run(results[:1])))
 
 
 def test_unknown_suite_reports_its_fastest_and_slowest_result() -> None:

@@ -1,4 +1,4 @@
-"""Runs as data frames: nothing lost or changed in the flat one, the launches put together in the other."""
+"""Data frames of runs: one row per result without loss, and one row per case with its launches combined."""
 
 import csv
 import io

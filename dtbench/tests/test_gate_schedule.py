@@ -158,7 +158,7 @@ def test_gross_regression_ends_the_measurement_early(factor: float, count: int, 
     assert (judged[0].verdict, judged[0].effect and judged[0].effect.pairs) == (Verdict.SLOWER, pairs)
     assert judged[0].stage == ("gross" if factor > 2 else "confirmed")
     assert machine.measured["b0"] == 3 * 5 + 2 * (pairs - 5 if factor > 2 else pairs)
-    assert Verdict.SLOWER not in {one.verdict for one in judged[1:]}
+    assert Verdict.SLOWER not in {case.verdict for case in judged[1:]}
 
 
 def test_single_slow_launches_are_called_gross_no_more_often_than_the_level() -> None:

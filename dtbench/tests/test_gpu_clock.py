@@ -1,4 +1,4 @@
-"""Clocks and NVML of a GPU that is not there: the order of events, the flush, throttling, when a rank began."""
+"""Clocks and NVML of a fake GPU: the order of events, the flush, throttling, and when a rank began."""
 
 from typing import Any
 

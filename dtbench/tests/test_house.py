@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of the house: lengths of files and functions, the first screen, one meaning per option."""
+"""House rules of CONTRIBUTING.md: lengths of files and functions, the first screen of help, one meaning per option."""
 
 import ast
 import re
@@ -85,7 +85,7 @@ def _commands(name: str, command: click.Command) -> Iterator[tuple[str, click.Co
 def _all_commands() -> dict[str, click.Command]:
     context = click.Context(cli)
     commands = [(name, cli.get_command(context, name)) for name in [*cli.list_commands(context), *_HIDDEN]]
-    return {at: one for name, command in commands if command for at, one in _commands(name, command)}
+    return {path: sub for name, command in commands if command for path, sub in _commands(name, command)}
 
 
 def test_help_fits_one_screen(dtbench: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

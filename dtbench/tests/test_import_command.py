@@ -31,7 +31,7 @@ RING = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 def ring(ranks: int = 8, hosts: int = 1, bandwidth: float = 100e9, latency_us: float = 2.0) -> str:
-    """Three tables with the times of torch's own formula: S hops / n / bandwidth, and latency per hop."""
+    """Returns three tables with the times of torch's own formula: S hops / n / bandwidth, and latency per hop."""
 
     def time(collective: str) -> Callable[[int, bool], float]:
         hops = (2 if collective == "all_reduce" else 1) * (ranks - 1)
@@ -190,7 +190,7 @@ _OF_EACH_TOOL = {
 def test_log_of_refused_rows_is_recorded_and_exits_with_5(
     dtbench: Cli, tool: str, beside_a_good_log: bool
 ) -> None:
-    """So are those of a log beside another that is good."""
+    """The same holds for a log beside a good log."""
     good, bad = (_OF_EACH_TOOL[tool](wrong) for wrong in (False, True))
     Path("good.log").write_text(good)
     Path("bad.log").write_text(bad)
@@ -244,14 +244,14 @@ def docker(line: str, stream: str = "stdout") -> str:
 
 
 def in_docker(text: str) -> str:
-    """As Docker's json-file has it, a long line in two entries, with a line of the other stream between."""
+    """Returns the text as Docker's json-file driver writes it: long lines in two entries, and a line of stderr."""
     lines = text.splitlines(keepends=True)
     entries = [docker(part) for line in lines for part in (line[:60], line[60:]) if part]
     return docker("warming up\n", "stderr") * (text[0] != "{") + "".join(entries)
 
 
 def in_kubernetes(text: str) -> str:
-    """As a CRI runtime logs it, a long line in two parts."""
+    """Returns the text as a CRI runtime logs it: a long line has two parts."""
     time = "2026-01-01T12:00:00.123456789Z"
     parts = [
         f"{time} stdout {'P' if is_first and line[60:] else 'F'} {part}\n"

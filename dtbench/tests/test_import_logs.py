@@ -61,8 +61,8 @@ def faults(text: str) -> dict[int, list[str]]:
     """Line -> what is wrong with its figures."""
     reasons = {
         row.line: [figure.fault for figure in row.figures if figure.fault]
-        for one in read(text).tables
-        for row in one.rows
+        for log_table in read(text).tables
+        for row in log_table.rows
     }
     return {line: several for line, several in reasons.items() if several}
 
@@ -365,7 +365,7 @@ def test_killed_run_and_its_repetition_are_two_launches() -> None:
 def test_cycles_without_a_header_are_launches() -> None:
     lines = table().splitlines(keepends=True)
     log = read("".join(lines + lines[-len(SIZES) - 3 :]))
-    assert [len(one.rows) for one in log.tables] == [len(SIZES)] * 2
+    assert [len(log_table.rows) for log_table in log.tables] == [len(SIZES)] * 2
     assert {r.launch for r in convert.to_run([log], [])[1]} == {0, 1}
 
 
@@ -606,7 +606,7 @@ def test_invalid_csv_row_is_reported_alone(change: Callable[[str], str], reason:
     lines[at] = change(lines[at])
     log = read("\n".join(lines))
     told = [*log.problems, *(f"line {row.line}: {f.fault}" for row, f in log.tables[0].figures if f.fault)]
-    assert [f"line {at + 1}: " in str(one) and reason in str(one) for one in told] == (
+    assert [f"line {at + 1}: " in str(fault) and reason in str(fault) for fault in told] == (
         [True] if reason else []
     )
 
@@ -626,5 +626,7 @@ def test_header_without_a_placement_column_is_ignored(old: str) -> None:
 def test_absurd_headers_do_not_raise(names: str) -> None:
     log = parse((table().replace("size         count      type", names) * 2).encode(), "x.log")
     assert not any(
-        figure.time and figure.time.value > 1e-3 for one in log.tables for _, figure in one.figures
+        figure.time and figure.time.value > 1e-3
+        for log_table in log.tables
+        for _, figure in log_table.figures
     )

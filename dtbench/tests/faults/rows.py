@@ -29,13 +29,13 @@ from dtbench.tests.programs import FRESH, LIMIT_S, environment
 SUITE = str(Path(__file__).parents[1] / "faults_suite.py")
 TORCHRUN = f"{Path(sys.executable).with_name('torchrun')} --nproc-per-node 2 --no-python"
 WORDS = {"SUITE": SUITE, "LONG": "x" * 300, "DTBENCH": shlex.join(FRESH), "TORCHRUN": TORCHRUN}
-# What a kernel gets to end killed processes in, on a busy machine.
+# Seconds that the kernel may take to end killed processes on a busy machine.
 GONE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command that has ended. lines: ours on standard error; torch's launcher and libraries have theirs."""
+    """A command that has ended."""
 
     code: int
     out: str
@@ -43,18 +43,25 @@ class Ended:
 
     @property
     def lines(self) -> list[str]:
+        """The lines of dtbench on standard error, without those of torch's launcher and libraries."""
         return [line for line in self.err.splitlines() if line.startswith("dtbench: ")]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, what starts it and what must be seen.
+    """A fault, how it is started, and the expected outcome.
 
-    holds: the number of the sentence of CONTRIBUTING's crash policy. words: a shell's command line, in the row's own
-    folder. code: of exit; negative for a signal. says: patterns of our lines on standard error, in order; None where
-    the moment decides. before: puts into the folder what the command finds. during: what happens to it while it runs.
-    results: the summary of x.jsonl, the only file that it may leave, with ", cut short" where it has no end. also: what
-    else must be so.
+    Attributes:
+        holds: number of the sentence of CONTRIBUTING's crash policy that the row tests.
+        name: one line for the table.
+        words: command line for a shell in the row's own folder.
+        code: exit code, or several possible ones; negative for a signal.
+        says: patterns of dtbench's lines on standard error, in order; None if they depend on timing.
+        results: summary of x.jsonl, the only file that may remain, with ", cut short" if it lacks its end.
+        before: prepares the folder.
+        during: acts on the process while it runs.
+        env: variables that are added.
+        also: a further check.
     """
 
     holds: int
@@ -70,7 +77,7 @@ class Fault:
 
 
 def run_shell(fault: Fault, words: str, folder: Path) -> Ended:
-    """The command in a process of its own, ended, with all that it has started."""
+    """Runs the command in a new process, and waits for it and for all processes that it starts."""
     command = re.sub("|".join(WORDS), lambda word: WORDS[word[0]], words)
     env = environment() | {"TMPDIR": str(folder / "tmp")} | fault.env
     files = [folder / name for name in ("stdout", "stderr")]
@@ -89,7 +96,7 @@ def run_shell(fault: Fault, words: str, folder: Path) -> Ended:
 
 
 def check(fault: Fault, ended: Ended, before: Mapping[str, bytes | None], folder: Path) -> None:
-    """Looks at all that the row asks for, and that no other file is left."""
+    """Checks everything that the row expects, and that no other file is left."""
     shown = f"exit {ended.code}\n{ended.out[-2000:]}\n{ended.err[-4000:]}"
     assert ended.code in (fault.code if isinstance(fault.code, tuple) else (fault.code,)), shown
     if fault.says is not None:
@@ -113,7 +120,7 @@ def check(fault: Fault, ended: Ended, before: Mapping[str, bytes | None], folder
 
 
 def contents() -> dict[str, bytes | None]:
-    """What stands in the current folder: a file's bytes, None of anything else."""
+    """Returns the bytes of each file in the current folder, and None for other entries."""
     paths = sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
     return {str(p): p.read_bytes() if p.is_file() and not p.is_symlink() else None for p in paths}
 
@@ -126,7 +133,7 @@ def wait_until_none_runs_in(folder: Path) -> None:
 
 
 def processes_in(folder: Path) -> dict[int, str]:
-    """Those that run in the folder, but for this one."""
+    """Returns the command lines of all other processes that run in the folder, by process id."""
     there = {}
     for place in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):
@@ -138,7 +145,7 @@ def processes_in(folder: Path) -> dict[int, str]:
 
 
 def seen(ended: Ended, folder: Path) -> str:
-    """In one line, for the table."""
+    """Formats the outcome as one line of the table."""
     text = "; ".join([f"exit {ended.code}", *(line.removeprefix("dtbench: ") for line in ended.lines)])
     text = text.replace(f"{folder}/at/", "").replace(os.uname().nodename, "HOST")
     return re.sub("x{300}", "x…x", text).replace("|", "&#124;").replace("<", "&lt;")
@@ -178,7 +185,7 @@ def a_run() -> None:
 
 
 def a_torn_run() -> None:
-    """Of two results and a part of a third."""
+    """Writes a run file with two results and a part of a third."""
     words = ["run", SUITE, "--quick", "--nproc", "2", "--filter", "good", "-o", "x.jsonl"]
     subprocess.run([*FRESH, *words], env=environment(), stdout=subprocess.DEVNULL, check=True)
     lines = Path("x.jsonl").read_bytes().splitlines(keepends=True)
@@ -216,7 +223,7 @@ def stuck(options):
 
 
 def serve_silently() -> None:
-    """In this process, until its end."""
+    """Listens in this process until its end, and answers nothing."""
     _SERVERS.append(socket.create_server(("localhost", 29632)))
 
 
@@ -235,12 +242,12 @@ def lost(rank: str, why: str, case: str) -> str:
 
 
 def ranks_say_at_most_why(ended: Ended) -> None:
-    """Those that have met by then, which the launcher's end surprises."""
+    """Checks that ranks print at most why they end: they may not have joined yet."""
     assert all("the process that started the ranks died" in line for line in ended.lines), ended
 
 
 def interrupted_unless_too_early_or_late(ended: Ended) -> None:
-    """The interpreter has the signal for itself while it starts, and again when all is said."""
+    """Checks for the line of an interruption; a signal during the interpreter's start or end leaves none."""
     assert len(ended.lines) == 1 or (ended.code < 0 and not ended.lines), ended
     assert all("interrupted" in line for line in ended.lines), ended
 

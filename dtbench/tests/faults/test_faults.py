@@ -1,4 +1,4 @@
-"""The table of faults: every row is started, and what must be seen is looked at; and kills at random moments."""
+"""Starts every row of the table of faults and checks its outcome; and kills runs at random moments."""
 
 import contextlib
 import datetime
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def lines() -> Iterator[list[str]]:
-    """Of results/faults.md, written where `make faults` asks for it."""
+    """Rows of results/faults.md, which is written if `make faults` runs the tests."""
     lines: list[str] = []
     yield lines
     if FILE:
@@ -45,7 +45,7 @@ def lines() -> Iterator[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Of the row: its current folder `at`, beside its temporary one."""
+    """The row's folder, with its current folder `at` and its folder for temporary files `tmp`."""
     for name in ("at", "tmp"):
         (tmp_path / name).mkdir()
     with contextlib.chdir(tmp_path / "at"):
@@ -74,7 +74,7 @@ def test_every_row_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize("seed", range(20 if FILE else 4))
 def test_a_run_killed_at_a_random_moment_loses_and_repeats_nothing(folder: Path, seed: int) -> None:
-    """Killed is the launcher alone, whose ranks have to end by themselves, or every process."""
+    """Kills either the launcher alone, so that its ranks have to end by themselves, or every process."""
     rng = random.Random(seed)
     words = [
         *FRESH,

@@ -1,10 +1,10 @@
-"""All that one GPU can show of dtbench, by worth, in one file that is whole after every step.
+"""Checks dtbench on one GPU, the most valuable steps first, and keeps all results in one file.
 
     python -m dtbench.tests.gpu --within 9m -o results/gpu.zip        in a checkout
 
-The file holds a folder for each card: run files, logs, JUnit, what instruments measured, reports, and `summary.md`. A
-second call reads it and goes on with what is missing. `--rehearse` does the same on a CPU with a fake GPU. Imports the
-standard library alone: what the steps need may lie in `.wheels`.
+The file is complete after every step. It has a folder for each card: run files, logs, JUnit, findings of instruments,
+reports, and `summary.md`. A second call continues with the missing steps. `--rehearse` runs the same on a CPU with a
+fake GPU. This module imports the standard library alone: packages that the steps need may be in `.wheels`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ERROR = re.compile(r"^(E  |FAILED|ERROR|[\w.]*(Error|Exception)\b|dtbench: |\S+
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: every step is ok; 5: one is not; 1: nothing was run."""
+    """Returns 0 if every step is ok, and 5 otherwise; exits with 1 if nothing was run."""
 
     def seconds(text: str) -> float:
         return float(text.rstrip("ms")) * (60 if text.endswith("m") else 1)
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _card() -> str:
-    """As it was found: its name, by which its results lie apart, then driver, mode, clocks, power, temperature."""
+    """Returns the card's name, which names its folder, then driver, mode, clocks, power, temperature."""
     fields = "name,driver_version,compute_mode,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu"
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
@@ -73,7 +73,7 @@ def _card() -> str:
 
 
 def _interpreter(folder: Path) -> Path:
-    """Of an environment with what is installed here, the wheels taken along and this checkout; no pip is needed."""
+    """Makes an environment of installed packages, wheels and this checkout, without pip. Returns its Python."""
     venv.create(folder, symlinks=True)
     own = folder / f"lib/python3.{sys.version_info.minor}/site-packages"
     for wheel in (ROOT / ".wheels").glob("*.whl"):  # archives of what lies there
@@ -85,7 +85,7 @@ def _interpreter(folder: Path) -> Path:
 
 
 def write_bundle(path: Path, folder: Path) -> list[str]:
-    """Replaces the file by a whole one of what is in the folder; what it has no room for, the largest files."""
+    """Replaces the file with an archive of the folder. Returns the largest files, left out to limit its size."""
     files = sorted(filter(Path.is_file, folder.rglob("*")), key=lambda file: file.stat().st_size)
     left_out, partial = list[str](), path.with_name(f".{path.name}.part")
     while True:
@@ -99,7 +99,7 @@ def write_bundle(path: Path, folder: Path) -> list[str]:
 
 
 def findings_of(file: Path) -> list[Any]:
-    """Returns what an instrument has written, or nothing of a file that is none or is damaged."""
+    """Returns the findings of an instrument, or an empty list if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text())
         return found if isinstance(found, list) else []
@@ -107,7 +107,11 @@ def findings_of(file: Path) -> list[Any]:
 
 
 class Check:
-    """The steps on one card. outcomes: of each step by name: ok, failed, cut off or skipped; seconds; why."""
+    """The steps on one card.
+
+    Attributes:
+        outcomes: step -> ("ok", "failed", "cut off" or "skipped", seconds, reason).
+    """
 
     def __init__(self, card: str, bundle: Path, all_cards: Path, program: Program) -> None:
         self.card, self.bundle, self._all_cards, self._program = card, bundle, all_cards, program
@@ -125,7 +129,7 @@ class Check:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def run(self, steps: Sequence[Step], until: float) -> int:
-        """Every step that is not ok yet, or whose results were taken away, and fits."""
+        """Runs each step that fits and is not ok yet, or whose results are missing."""
         kept_s = sum(step.limit_s for step in steps if step.last)
         for step in steps:
             before = self.outcomes.get(step.name, ("skipped", 0.0, ""))[0]
@@ -158,7 +162,7 @@ class Check:
         sys.stderr.write(f"{step.name}: {' '.join(map(str, self.outcomes[step.name]))}\n")
 
     def _step(self, step: Step) -> tuple[str, str]:
-        """How it ended, and why."""
+        """Runs a step. Returns its outcome and the reason."""
         *words, output = self._words(step)
         # What an earlier step did not leave cannot be read.
         words = [word for word in words if not word.endswith(".jsonl") or Path(word).exists()]
@@ -187,7 +191,7 @@ class Check:
         self._left_out = write_bundle(self.bundle, self._all_cards)
 
     def _summarized(self, steps: Sequence[Step]) -> Iterator[str]:
-        """A line per step, and what the instruments measured."""
+        """Yields the lines of the summary: one per step, and one per finding of an instrument."""
         yield f"# {self.card}\n"
         if self.card == fake_gpu.NAME:
             yield "**A rehearsal: a CPU measured all of this. No figure here says anything of a GPU.**\n"
@@ -207,7 +211,10 @@ class Check:
 def run(
     environ: Any, python: Path, words: list[str], out: IO[bytes], limit_s: float, variables: dict[str, str]
 ) -> int | None:
-    """Its exit code; None where it was ended at its limit, with all that it had started. It ends with this process."""
+    """Runs a program, which ends with this process at the latest.
+
+    Returns its exit code, or None if it was ended at its limit together with all processes that it started.
+    """
     die = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
     place: Any = {"env": environ | variables, "cwd": ROOT, "process_group": 0, "stdin": subprocess.DEVNULL}
     with subprocess.Popen([python, *words], stdout=out, stderr=out, preexec_fn=die, **place) as process:

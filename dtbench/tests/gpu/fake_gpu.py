@@ -1,6 +1,6 @@
-"""A GPU that is not there, behind the protocols of `dtbench.machine.device`: for tests, and for rehearsals on a CPU.
+"""A fake GPU behind the protocols of `dtbench.machine.device`, for tests and for rehearsals on a CPU.
 
-It runs work in order on one stream, and its clock is not the host's: it may run fast.
+It runs work in order on one stream. It has a clock of its own, which may run fast.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ ENVIRON = {"DTBENCH_REHEARSAL": __file__, "DTBENCH_TEST_DEVICE": "cpu:0"}
 
 
 class FakeGpus:
-    """One GPU. now: the host's clock, in ns. wait: lets the host's clock come to a time. drift: of its own clock, which
-    shows (1 + drift) times what passes on the host's. log: the last things it was asked to do, in order."""
+    """One GPU.
+
+    Args:
+        now: returns the time of the host's clock, ns.
+        wait: returns when the host's clock shows a time, ns.
+        drift: the GPU's clock shows (1 + drift) times the time that passes on the host's.
+
+    Attributes:
+        log: the latest calls, in order.
+    """
 
     count, uuid = staticmethod(lambda: 1), staticmethod(lambda _index: None)
     l2_bytes, nvml = staticmethod(lambda _device: 1 << 20), staticmethod(lambda: fake_nvml(1))
@@ -29,12 +37,12 @@ class FakeGpus:
         self.drift, self._busy_until_ns = drift, 0.0
 
     def launch(self, ns: float) -> None:
-        """Work of so long, behind what is in the stream."""
+        """Appends work of this duration to the stream."""
         self.log.append("launch")
         self._busy_until_ns = self.done_ns() + ns
 
     def done_ns(self) -> float:
-        """When all work given so far is done, on the host's clock."""
+        """Returns when all work so far will be done, on the host's clock."""
         return max(self.now_ns(), self._busy_until_ns)
 
     def wait_for(self, ns: float) -> None:
@@ -63,7 +71,7 @@ class FakeGpus:
 
 
 class FakeEvent:
-    """As torch.cuda.Event with timing: it may be recorded again, and has a time once the GPU has passed it."""
+    """Like torch.cuda.Event with timing: it may be recorded again, and has a time once the GPU has reached it."""
 
     def __init__(self, gpus: FakeGpus) -> None:
         self._gpus = gpus
@@ -86,13 +94,15 @@ class FakeEvent:
 
 
 def rehearsed() -> FakeGpus:
-    """What stands for the GPUs of a process of a rehearsal; see `dtbench.machine.device`."""
+    """Returns the fake GPUs of a rehearsal; see `dtbench.machine.device`."""
     return FakeGpus(wait=lambda until: time.sleep(max(until - time.perf_counter_ns(), 0) * 1e-9))
 
 
 def fake_nvml(count: int) -> SimpleNamespace:
-    """NVML's bindings for so many GPUs; like the real ones, a query that a GPU does not support raises. `reasons` is
-    the mask of what holds the clocks."""
+    """Returns fake bindings of NVML for this many GPUs; an unsupported query raises, as in the real ones.
+
+    Its attribute `reasons` is the mask of reasons that limit the clocks.
+    """
     fake = SimpleNamespace(
         reasons=0, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0, NVML_NVLINK_MAX_LINKS=4
     )

@@ -1,9 +1,9 @@
-"""Is the core right on a GPU, what is the GPU's own limit, are the clocks true: measured in a process of its own.
+"""Measures whether the core is correct on a GPU, the limits of the GPU itself, and the accuracy of the clocks.
 
     python -m dtbench.tests.gpu.instruments smoke FILE.json      one of GROUPS; written after each check
 
-A check gives figures by name, with their unit at its end, its goal (the project's, not a data sheet's), and whether
-that is met. In a rehearsal everything is small and says nothing of a GPU.
+A check returns figures by name, which ends in the unit, its goal (the project's, not a data sheet's), and whether it
+is met. In a rehearsal everything is small, and no figure applies to a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OF_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of the profiler's 
 
 
 class Bench:
-    """What the checks work with: sizes for a GPU, or small ones."""
+    """Device, clocks and sizes that the checks use: large sizes for a GPU, small ones in a rehearsal."""
 
     def __init__(self) -> None:
         self.rehearsal, self.gpus = rehearsing(), gpus()
@@ -59,7 +59,7 @@ class Bench:
         self.side, self.copy_bytes, self.l2_bytes = sizes
 
     def product(self) -> Run:
-        """A square bf16 product of random numbers, into memory that is there."""
+        """Returns a square bf16 product of random matrices, into allocated memory."""
         shape = (self.side, self.side)
         a, b, out = (torch.randn(shape, device=self.device, dtype=torch.bfloat16) for _ in range(3))
         return partial(torch.mm, a, b, out=out)
@@ -69,7 +69,7 @@ class Bench:
         return partial(torch.empty_like(source).copy_, source)
 
     def us(self, run: Run, calls: int = CALLS, clock: Clock | None = None, cold: bool = False) -> list[float]:
-        """Of a call, in order; by the GPU's clock, or another."""
+        """Returns sorted times of a call, microseconds, by the GPU's clock or another."""
         clock, taken = clock or self.clock, []
         for _ in range(TRIES + 1):  # the first warms up
             clock.settle(cold=cold)
@@ -77,7 +77,7 @@ class Bench:
         return sorted(taken[1:])
 
     def behind_us(self, run: Run, cold: bool = False) -> list[float]:
-        """Of a call that the GPU finds in its queue, so without the launch; in order."""
+        """Returns sorted times of a call that is queued before the GPU reaches it, microseconds: without its launch."""
         if self.rehearsal:  # a CPU has no queue
             return self.us(run, 1)
         taken, start, end = [], self.gpus.event(), self.gpus.event()
@@ -96,7 +96,7 @@ class Bench:
 
 
 def op_and_bucket(bench: Bench) -> Found:
-    """A DTensor's add, a bucket and a plain reduce-scatter of one rank, each beside plain torch."""
+    """Compares a DTensor's add, a bucket and a reduce-scatter of one rank with plain torch."""
     same = partial(torch.testing.assert_close, rtol=0, atol=0)
     sent = torch.randn(1024, device=bench.device)
     with simulated_world(bench.device) as world:
@@ -113,7 +113,7 @@ def op_and_bucket(bench: Bench) -> Found:
 
 
 def limits(bench: Bench) -> Found:
-    """The card's own: a copy, bytes read and written; a bf16 product; the launch of a small kernel."""
+    """Measures the card's own limits: a copy (bytes read and written), a bf16 product, the launch of a small kernel."""
     copy_us = bench.median_us(bench.large_copy(), 1)
     launch = partial(torch.ones(16, device=bench.device).add_, 1)
     return {
@@ -125,7 +125,7 @@ def limits(bench: Bench) -> Found:
 
 
 def graph(bench: Bench) -> Found:
-    """Adds called one by one, and replayed as a CUDA graph: what is left without the host."""
+    """Compares adds called one by one with their replay as a CUDA graph, which needs little of the host."""
     us: dict[str, float] = {}
     with simulated_world(bench.device) as world:
         plain = torch.ones(16, device=bench.device)
@@ -139,7 +139,7 @@ def graph(bench: Bench) -> Found:
 
 
 def events_against_host(bench: Bench) -> Found:
-    """The same products by events and by the host's clock around them."""
+    """Compares the time of products by events with that of the host's clock around them."""
     run, ratios = bench.product(), []
     for _ in range(TRIES):
         bench.clock.settle()
@@ -152,7 +152,7 @@ def events_against_host(bench: Bench) -> Found:
 
 
 def flush(bench: Bench) -> Found:
-    """Memory read again, with the L2 as the first read left it and flushed."""
+    """Compares reading memory again with the L2 warm and flushed."""
     read = torch.ones(bench.l2_bytes // 4, device=bench.device).sum
     warm, cold = bench.behind_us(read), bench.behind_us(read, cold=True)
     got = {"warm_us": statistics.median(warm), "cold_us": statistics.median(cold)}
@@ -160,9 +160,11 @@ def flush(bench: Bench) -> Found:
 
 
 def packing_kernels(bench: Bench) -> Found:
-    """64 MiB packed in pieces of 16 KiB: bytes read and written over a graph's replay, and over the profiler's sum of
-    kernels; a copy that lasts a millisecond by both. CUPTI may stay attached and slow what comes after: last in a
-    process."""
+    """Measures the bandwidth of packing 64 MiB in pieces of 16 KiB, by a graph's replay and by the profiler's kernels.
+
+    A copy of about a millisecond is measured by both. CUPTI may stay attached and slow down later checks, so this is
+    the last check of its process.
+    """
     if bench.rehearsal:
         return {"left out": "a CPU has no kernels"}, "", None
     number, count = packing.TOTAL // packing.SIZES[0], packing.SIZES[0] // 4
@@ -182,7 +184,7 @@ def packing_kernels(bench: Bench) -> Found:
 
 
 def kernels_s(bench: Bench, run: Run) -> list[float]:
-    """Of each kernel, copy and set of one call, as the profiler has them."""
+    """Returns the time of each kernel, copy and memset of one call by the profiler, seconds."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
         bench.gpus.synchronize()
@@ -196,8 +198,10 @@ ODD_COST = 0.10  # at most so much slower with one shard of odd size
 
 
 def odd_shard(bench: Bench) -> Found:
-    """Packs 64 MiB in pieces of 16 KiB, with and without one bias before them whose shards have 4 bytes: copies behind
-    it are then not aligned to 16 bytes. Times are those of a replayed graph."""
+    """Compares packing 64 MiB in pieces of 16 KiB with and without a bias before them whose shards have 4 bytes.
+
+    Copies behind the bias are not aligned to 16 bytes. Times are those of a replayed graph.
+    """
     number, count = packing.TOTAL // packing.SIZES[0], packing.SIZES[0] // 4
     number = number // 32 if bench.rehearsal else number
     us = dict[str, float]()
@@ -226,7 +230,7 @@ MOVE_BYTES_IN_REHEARSAL = (64 * 1024, 128 * 1024, 256 * 1024)
 
 
 def moves_of(size: int) -> Callable[[Bench], Found]:
-    """A check of one size, which is that of MOVE_BYTES at this index."""
+    """Returns the check of one size, an index of MOVE_BYTES."""
 
     def check(bench: Bench) -> Found:
         nbytes = (MOVE_BYTES_IN_REHEARSAL if bench.rehearsal else MOVE_BYTES)[size]
@@ -257,7 +261,7 @@ def moves_of(size: int) -> Callable[[Bench], Found]:
 
 
 def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
-    """Returns what a rank does for a step besides sending: it packs what it would send, and unpacks `memory`."""
+    """Returns a rank's copies in a step, without communication: it packs its message, and unpacks `memory`."""
     move = make_mover(step)
     src, shape = step.src[0], list(step.shape)
     if isinstance(src, Shard):
@@ -279,7 +283,7 @@ def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
 
 
 def compiled(bench: Bench) -> Found:
-    """A chain of pointwise ops on a sharded tensor, compiled by inductor: seconds to compile, time of a call."""
+    """Measures a chain of pointwise ops on a sharded tensor, compiled by inductor: compile time and call time."""
     got: dict[str, float | str] = {}
     compile_with(bench, torch.neg)(torch.ones(8, device=bench.device))  # sets inductor up
     with simulated_world(bench.device) as world:
@@ -298,7 +302,7 @@ def compiled(bench: Bench) -> Found:
 
 
 def compile_with(bench: Bench, function: Any) -> Any:
-    """A rehearsal leaves out inductor's C++ compiler, which takes a minute on two cores."""
+    """Compiles a function; in a rehearsal without inductor's C++ compiler, which takes a minute on two cores."""
     return torch.compile(function, backend="aot_eager" if bench.rehearsal else "inductor")
 
 
@@ -320,8 +324,11 @@ def chain(x: torch.Tensor) -> torch.Tensor:
 
 
 def captured(bench: Bench) -> Found:
-    """A tensor-parallel transformer block, one of 8 ranks, forward and backward: called, and replayed as a CUDA graph
-    whose collectives take no time and move nothing: values are checked on two ranks, by `pair-captured`."""
+    """Compares calling a tensor-parallel transformer block, one of 8 ranks, with its replay as a CUDA graph.
+
+    Both are forward and backward. Collectives take no time and move nothing; `pair-captured` checks values on two
+    ranks.
+    """
     width, heads, positions = (64, 8, 16) if bench.rehearsal else (1024, 16, 512)
     got: dict[str, float | str] = {}
     with simulated_world(bench.device) as world:
@@ -355,7 +362,7 @@ GROUPS: dict[str, tuple[Callable[[Bench], Found], ...]] = {
 
 
 def main(group: str, path: Path) -> int:
-    """Makes every check of a group; 5 where one raised, else 0: a missed goal is a finding."""
+    """Runs every check of a group. Returns 5 if a check raised, else 0: a missed goal is a finding."""
     bench, findings, code = Bench(), [], 0
     for check in GROUPS[group]:
         try:
