@@ -132,7 +132,7 @@ def test_commands_of_the_start_page_run(tmp_path: Path) -> None:
         _run(command, tmp_path)
 
 
-def test_commands_print_what_the_readme_shows(tmp_path: Path) -> None:
+def test_readme_shows_what_commands_print(tmp_path: Path) -> None:
     """Figures may differ: here intervals come from fewer fits."""
     (tmp_path / "results").symlink_to(ROOT / "results")
     shown = [
