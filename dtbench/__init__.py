@@ -1,8 +1,8 @@
-"""dtbench measures what distributed tensors cost and turns the measurements into decisions.
+"""Measures what distributed tensors cost in PyTorch.
 
-Reading order: `suite` (what a benchmark is), `engine` (how a case is timed, and who runs it), `records` (what is
-written), then `cost`, `comparison`, `gate` and `reporting`. The rooms are not called `run`, `compare` and `report`, as
-a package of that name would take the place of the function `dtbench.run`.
+Suggested reading order: `suite` (the definition of benchmarks), `engine` (starts ranks and times cases), `records` (the
+file formats), then `cost`, `comparison`, `gate` and `reporting`. No package is called `run`, `compare` or `report`,
+since it would hide the function of that name, e.g. `dtbench.run`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import importlib
 
 from dtbench._version import __version__
 
-TYPE_CHECKING = False  # `typing` may be hidden by a file of the user, which `cli` names
+TYPE_CHECKING = False  # not from `typing`: a file of the user may hide it, which `cli` reports
 if TYPE_CHECKING:
     from dtbench.api import calibrate, compare, load, report, run
     from dtbench.stats.frame import cases_frame, results_frame
 
-# Public name -> where it stands. Loaded when asked for, so that `import dtbench` is there at once.
+# Public name -> its module, which is imported at first use to keep `import dtbench` fast.
 _PUBLIC = {
     **dict.fromkeys(("calibrate", "compare", "load", "report", "run"), "dtbench.api"),
     **dict.fromkeys(("cases_frame", "results_frame"), "dtbench.stats.frame"),

@@ -1,4 +1,4 @@
-"""`python -m dtbench`: the same program as the `dtbench` script."""
+"""Makes `python -m dtbench` run the `dtbench` command."""
 
 from dtbench.cli import main
 
@@ -6,6 +6,6 @@ if __name__ == "__main__":
     try:
         main()
     finally:
-        # After a KeyboardInterrupt within the exec of a string, as in dataclasses, CPython ends `-m` by SIGINT whatever
-        # the exit code (a flag of its `run_eval_code_obj`); the next exec clears that.
+        # After a KeyboardInterrupt inside exec of a string, e.g. in dataclasses, CPython ends `python -m` by SIGINT and
+        # ignores the exit code. Another exec clears the flag that causes it (see CPython's `run_eval_code_obj`).
         exec("")

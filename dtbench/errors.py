@@ -1,18 +1,16 @@
-"""The errors a user of dtbench can meet, and the exit code of each.
+"""Exceptions with a one-line explanation for the user, and their exit codes.
 
-    DtbenchError                a mistake or a fault that has a one-line explanation   exit 2
-    +-- UsageError              options that cannot be followed                        exit 2
-    |   +-- UnknownOptionError  an option that neither `run` nor a suite of it has      exit 2
-    |   +-- RankMismatchError   what differs between ranks, found by all of them        exit 2
-    +-- UnreadableRunError      a file that is not ours, too new, or damaged           exit 2
-    +-- OutputError             a place that cannot be written (full, forbidden, taken) exit 2
-    +-- WorldBrokenError        a rank died or hung: the run cannot go on              exit 5
-    +-- ArmError                an arm of a gate that cannot be built or started       exit 5
+    DtbenchError                base class of all errors below                           exit 2
+    +-- UsageError              invalid options                                          exit 2
+    |   +-- UnknownOptionError  neither `run` nor a suite has the option                 exit 2
+    |   +-- RankMismatchError   ranks were started with different settings               exit 2
+    +-- UnreadableRunError      a file of another kind, of a newer schema, or damaged    exit 2
+    +-- OutputError             a path that cannot be written, or already exists         exit 2
+    +-- WorldBrokenError        a rank died or hung, so the run cannot continue          exit 5
+    +-- ArmError                an arm of a gate cannot be built or started              exit 5
 
-Every message says what was got, what was expected and what to do. Any other exception is a fault of ours (exit 70).
+A message states what was got, what was expected and what to do. Any other exception is a bug in dtbench (exit 70).
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -22,7 +20,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Final
 
-# Exit codes of the command line. 0 and 1 follow every comparison tool; 2 is click's for bad usage.
+# Exit codes of the command line. 0 and 1 are the convention of diff; click exits with 2 on wrong usage.
 EXIT_OK: Final = 0
 EXIT_REGRESSION: Final = 1
 EXIT_USAGE: Final = 2
@@ -33,55 +31,60 @@ EXIT_OWN_FAULT: Final = 70  # sysexits.h's EX_SOFTWARE
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, the shell's convention
 
 _MAX_REASON_CHARS = 400
-# What torch's allocators of GPUs and of CPUs (c10/core/impl/alloc_cpu.cpp) and C++ say.
+# Texts in the errors of torch's allocators for GPUs and CPUs (c10/core/impl/alloc_cpu.cpp) and of C++.
 _OUT_OF_MEMORY = ("OutOfMemoryError", "can't allocate memory", "std::bad_alloc")
 
 
 class DtbenchError(Exception):
-    """A fault that one line explains; the command line prints it without a traceback."""
+    """An error whose message explains it; the command line prints it without a traceback."""
 
     exit_code = EXIT_USAGE
 
 
 class UsageError(DtbenchError):
-    """Options that cannot be followed."""
+    """Invalid options."""
 
 
 class UnknownOptionError(UsageError):
-    """An option, with its dashes, that neither `run` nor a suite of the run has; the suites have `of_suites`."""
+    """An option that neither `run` nor a suite of the run has.
 
-    def __init__(self, option: str, of_suites: Sequence[str], message: str) -> None:
+    Attributes:
+        option: the option with its dashes.
+        suite_options: the options that the suites have.
+    """
+
+    def __init__(self, option: str, suite_options: Sequence[str], message: str) -> None:
         super().__init__(message)
         self.option = option
-        self.of_suites = of_suites
+        self.suite_options = suite_options
 
 
 class RankMismatchError(UsageError):
-    """What has to be the same on all ranks and is not, or what one of them was refused. All ranks raise it at once."""
+    """Settings differ between ranks, or one rank refused its settings. All ranks raise this error together."""
 
 
 class UnreadableRunError(DtbenchError):
-    """A file that is not a dtbench run, is of a newer schema, or is damaged before its end."""
+    """A file is not of the expected kind, is of a newer schema, or is damaged before its last line."""
 
 
 class OutputError(DtbenchError):
-    """A place that cannot be written: no permission, no space, or taken by another file."""
+    """A path cannot be written: no permission, no space, or another file exists there."""
 
 
 class WorldBrokenError(DtbenchError):
-    """A rank died or hung, so the remaining cases cannot be measured in this world."""
+    """A rank died or hung, so these ranks cannot measure the remaining cases."""
 
     exit_code = EXIT_CASE_FAILED
 
 
 class ArmError(DtbenchError):
-    """An arm of a gate that cannot be built, or whose interpreter cannot run the harness."""
+    """An arm of a gate cannot be built, or its interpreter cannot run the harness."""
 
     exit_code = EXIT_CASE_FAILED
 
 
 def describe(error: BaseException) -> str:
-    """The error as one line: its type and the first line of its message."""
+    """Returns the error's type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = plain(type(error).__name__)
     text = f"{kind}: {lines[0]}" if lines else kind
@@ -91,21 +94,22 @@ def describe(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch's allocators or C++ say so."""
+    """Whether Python, torch's allocators or C++ ran out of memory."""
     text = f"{type(error).__name__}: {error}"
     return isinstance(error, MemoryError) or any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """`. Did you mean 'dispatch'?`: the name that is spelled most like `name`; empty where none is."""
+    """Returns a hint on the most similar name, e.g. ". Did you mean 'dispatch'?"; "" if no name is similar."""
     near = get_close_matches(name, list(names), n=1)
     return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def format_location(error: BaseException, source: object) -> str:
-    """` (FILE:LINE)`, where in a file the error arose; empty where it did not pass through there.
+    """Returns the line of a file where the error arose, as " (FILE:LINE)"; "" if its traceback lacks the file.
 
-    source: the path of the file, or a function in it.
+    Args:
+        source: path of the file, or a function in it.
     """
     code = getattr(source, "__code__", None)
     path = getattr(code, "co_filename", source)
@@ -114,17 +118,17 @@ def format_location(error: BaseException, source: object) -> str:
 
 
 def last_line(text: str) -> str:
-    """The last line that a program said."""
+    """Returns the last non-empty line of a program's output."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:_MAX_REASON_CHARS] if lines else "it said nothing"
+    return lines[-1][:_MAX_REASON_CHARS] if lines else "it printed nothing"
 
 
 def plain(text: str) -> str:
-    """Foreign text without characters that would move a terminal's cursor or end a line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    """Escapes unprintable characters, including line ends, in untrusted text."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def print_error(text: str) -> None:
-    """The program's own line on stderr. A reader that has gone away (`| head`) does not end the program."""
+    """Prints a line to stderr. Ignores a closed stderr, as in `dtbench ... |& head`."""
     with suppress(OSError, ValueError):
         print(f"dtbench: {text}", file=sys.stderr, flush=True)  # noqa: T201

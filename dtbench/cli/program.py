@@ -184,7 +184,7 @@ def _nearest_run_option(error: UnknownOptionError) -> str:
     from dtbench.cli.run import run_command
 
     names = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
-    return nearest(error.option, [*names, *error.of_suites])
+    return nearest(error.option, [*names, *error.suite_options])
 
 
 def _drop_output() -> None:

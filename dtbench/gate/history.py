@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dtbench.errors import OutputError
-from dtbench.records.gate import Gate
-from dtbench.records.history import HistoryLine, read_history
+from dtbench.records.gate import Gate, HistoryLine, read_history
 
 
 def history_file(folder: Path) -> Path:

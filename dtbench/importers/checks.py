@@ -6,8 +6,6 @@ A printed number is treated as the interval that its rounding allows, so roundin
 fails is recorded without its numbers. A table is refused if most of its rows fail.
 """
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -5,8 +5,6 @@ rccl-tests adds columns: statistics of the iterations, the time by events, the a
 Unknown columns are recorded, but not used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dtbench.importers.model import (

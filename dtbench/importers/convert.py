@@ -5,8 +5,6 @@ broadcast in place, and the others out of place. Other reductions, roots and buf
 `collectives_other`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections import defaultdict

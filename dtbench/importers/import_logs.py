@@ -1,7 +1,5 @@
 """Implements `dtbench import`: recognizes the formats of logs, reads their tables, writes a run and reports on it."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections import Counter

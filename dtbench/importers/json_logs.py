@@ -4,8 +4,6 @@ A file's `env` is the complete environment of the process, including users, path
 paths. Only the program's name is taken from them.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

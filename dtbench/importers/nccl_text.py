@@ -5,8 +5,6 @@ matter. The tools print a row in three parts, and NCCL's messages may come betwe
 has all its columns.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache

@@ -8,8 +8,6 @@
 - rccl-tests (-Z csv -x FILE): a header, then a row per size and buffer placement.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

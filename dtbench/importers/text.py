@@ -1,7 +1,5 @@
 """Removes from a log what container runtimes, terminals and NCCL added to the benchmark's output."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

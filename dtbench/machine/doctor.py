@@ -4,8 +4,6 @@ The checks only read. A check that cannot find its information reports "unknown"
 `/proc` and `/sys` are read below `ExaminedHost.root`, which tests set to a directory of their own.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

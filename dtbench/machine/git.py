@@ -4,8 +4,6 @@ git runs configured programs for hooks, file system monitors, diffs and file fil
 them, take a lock, prompt for a password or write.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Mapping

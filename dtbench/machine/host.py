@@ -3,8 +3,6 @@
 A fact that the kernel does not report is None or empty.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

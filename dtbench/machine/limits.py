@@ -3,8 +3,6 @@
 Imports neither torch nor other libraries that may fail to load under such limits.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -3,8 +3,6 @@
 A query that the bindings, the driver or a virtual GPU do not support returns None instead of raising.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -4,8 +4,6 @@ Nothing here raises: a fact that cannot be determined is None. Since run files a
 environment variables are recorded that are listed here because they change what is measured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.metadata

@@ -1,6 +1,4 @@
-"""Writing a file whole or not at all, and never over somebody else's."""
-
-from __future__ import annotations
+"""Writes files atomically, without replacing files that dtbench did not write."""
 
 import contextlib
 import os
@@ -11,67 +9,72 @@ from pathlib import Path
 
 from dtbench.errors import OutputError, plain
 
-# How much of an existing file is read to tell whose it is.
+# Number of bytes that are read of an existing file to decide whether dtbench wrote it.
 HEAD_BYTES = 4096
 
 
 def check_output_path(
-    path: Path, remedy: str = "", *, resumable: bool = False, other: str = "another -o"
+    path: Path, remedy: str = "", *, resumable: bool = False, alternative: str = "another -o"
 ) -> None:
-    """Refuses, before anything is measured, a file or folder that could not be made.
+    """Checks, before anything is measured, that a file or folder can be created at `path`.
 
-    remedy: what one may do other than give `other`. resumable: a regular file there can be gone on with.
+    Args:
+        remedy: an alternative to giving another path, for the message.
+        resumable: whether `--resume` could continue an existing regular file; the message then suggests it.
+        alternative: the option that gives another path, for the message.
 
     Raises:
-        OutputError: it exists, or the folder around it does not or may not be written.
+        OutputError: the path exists, or its parent folder does not exist or is not writable.
     """
-    if _is_taken(path, other):
+    if _exists(path, alternative):
         kind = "" if remedy or path.is_file() else f" ({_kind(path)})"
         if resumable and path.is_file():
-            remedy = "--resume to go on with it"
-        raise OutputError(f"{path} exists already{kind}: give {other}{remedy and f', or {remedy}'}")
+            remedy = "--resume to continue it"
+        raise OutputError(f"{path} exists already{kind}: give {alternative}{remedy and f', or {remedy}'}")
     if not path.parent.is_dir():
-        raise OutputError(f"cannot make {path}: there is no folder {path.parent}; make it or give {other}")
-    try:  # permissions do not tell of file systems in which nobody makes files
+        raise OutputError(
+            f"cannot make {path}: there is no folder {path.parent}; make it or give {alternative}"
+        )
+    try:  # a file system may forbid new files whatever the permissions say
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
         raise OutputError(
             f"cannot make {path}: {path.parent} may not be written ({os.strerror(error.errno or 0).lower()}); "
-            f"give {other}"
+            f"give {alternative}"
         ) from error
 
 
-def _is_taken(path: Path, other: str) -> bool:
+def _exists(path: Path, alternative: str) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (OSError, ValueError) as error:  # such as a name that is too long, or one with a null byte
+    except (OSError, ValueError) as error:  # e.g. a name that is too long or contains a null byte
         raise OutputError(
-            f"cannot make {plain(str(path))}: {getattr(error, 'strerror', None) or error}; give {other}"
+            f"cannot make {plain(str(path))}: {getattr(error, 'strerror', None) or error}; give {alternative}"
         ) from error
     return True
 
 
 def _kind(path: Path) -> str:
-    """What stands there instead of a file."""
+    """Describes an existing path that is not a regular file."""
     if path.is_dir():
         return "a folder"
     return "no regular file" if path.exists() else "a link to nothing"
 
 
 def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind: str) -> None:
-    """Writes `text` to a temporary neighbour and renames it to `path`.
+    """Writes `text` to a temporary file in the same folder and renames that to `path`.
 
-    is_ours: says, from the first 4096 bytes of a file that already stands at `path`, whether it
-        may be replaced. An empty file may.
-    kind: what `path` is to hold, in words, for the message.
+    Args:
+        is_ours: whether an existing file may be replaced, given its first 4096 bytes. Empty files always may.
+        kind: description of the new file's contents, for the message.
 
     Raises:
-        OutputError: the place cannot be written, or holds a file of another kind.
+        OutputError: the path cannot be written, or is a file of another kind.
     """
-    target = Path(os.path.realpath(path))  # a link stays a link: what it points to is replaced
+    target = Path(os.path.realpath(path))  # keeps a link and replaces its target
     try:
         _refuse_foreign(target, path, is_ours, kind)
         replace_file(target, text.encode(), durable=True)
@@ -83,11 +86,12 @@ def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind
 
 
 def replace_file(target: Path, data: bytes, *, durable: bool = False) -> None:
-    """Writes a neighbour and renames it: who reads `target` finds all of `data`, or what was there before.
+    """Writes a temporary file and renames it, so readers of `target` see either the old or the complete new data.
 
-    durable: it is on the disk when this returns.
+    Args:
+        durable: whether to wait until the data are on the disk.
     """
-    partial = _neighbour(target)
+    partial = _temporary_path(target)
     try:
         with partial.open("xb") as file:
             file.write(data)
@@ -101,12 +105,15 @@ def replace_file(target: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Makes the folder with these files in it.
+    """Creates the folder with these files in it.
+
+    Args:
+        files: file name -> contents.
 
     Raises:
-        OutputError: it cannot be written, or came to exist meanwhile.
+        OutputError: it cannot be written, or has been created by another program meanwhile.
     """
-    partial = _neighbour(folder)
+    partial = _temporary_path(folder)
     try:
         partial.mkdir()
         for name, data in files.items():
@@ -122,8 +129,8 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _neighbour(target: Path) -> Path:
-    return target.parent / f".{target.name}.{os.getpid()}.partial"  # a root has no name to replace
+def _temporary_path(target: Path) -> Path:
+    return target.parent / f".{target.name}.{os.getpid()}.partial"  # also works for a root, which has no name
 
 
 def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], kind: str) -> None:
@@ -135,5 +142,5 @@ def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], ki
         head = file.read(HEAD_BYTES).decode("utf-8", "replace")
     if head and not is_ours(head):
         raise OutputError(
-            f"{path} exists and is not a {kind}: it is left as it was; give -o another path, or remove it"
+            f"{path} exists and is not a {kind}: not overwritten; give -o another path, or remove it"
         )

@@ -1,9 +1,8 @@
-"""Runs to compare with, kept under a name: copies of run files in `.dtbench/baselines` of the current folder.
+"""Named baselines: copies of run files in `.dtbench/baselines` of the current folder.
 
-`dtbench run --save-baseline NAME` makes one, `dtbench compare NAME RUN` takes it; commit the folder to share it.
+`dtbench run --save-baseline NAME` saves one, and `dtbench compare NAME RUN` compares with it. To share baselines,
+commit the folder.
 """
-
-from __future__ import annotations
 
 import re
 from pathlib import Path
@@ -16,46 +15,46 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def baseline_path(name: str) -> Path:
-    """Where the baseline of this name lies, or would.
+    """Returns the path of the named baseline, which need not exist.
 
     Raises:
-        UsageError: a name that is no name for a file.
+        UsageError: the name is not allowed.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} names no baseline: expected letters, digits, '.', '_' and '-', such as main"
+            f"{name!r} is not a name of a baseline: expected letters, digits, '.', '_' and '-', e.g. main"
         )
     return FOLDER / f"{name}.jsonl"
 
 
 def find_run_file(text: str | Path) -> Path:
-    """A run file by its path, or the baseline of that name.
+    """Returns the path of a run file, given its path or the name of a baseline.
 
     Raises:
-        UsageError: neither is there.
+        UsageError: there is no such file and no such baseline.
     """
     path = Path(text)
     if path.is_file():
         return path
     if _NAME.fullmatch(str(text)) and baseline_path(str(text)).is_file():
         return baseline_path(str(text))
-    there = ", ".join(sorted(file.stem for file in FOLDER.glob("*.jsonl"))) or "none yet"
+    names = ", ".join(sorted(file.stem for file in FOLDER.glob("*.jsonl"))) or "none yet"
     raise UsageError(
-        f"there is no baseline {str(text)!r} (there: {there}), and no such file; "
+        f"there is no baseline {str(text)!r} (have: {names}), and no such file; "
         "`dtbench run --save-baseline NAME` makes one"
     )
 
 
 def save(run: Path, name: str) -> Path:
-    """Keeps the run under the name, in place of what had it; where.
+    """Saves a copy of the run under the name, replacing a previous baseline. Returns the copy's path.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the copy cannot be written.
     """
     path = baseline_path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, run.read_bytes())
     except OSError as error:
-        raise OutputError(f"cannot keep the baseline {path}: {error.strerror or error}") from error
+        raise OutputError(f"cannot save the baseline {path}: {error.strerror or error}") from error
     return path

@@ -3,8 +3,6 @@
 Written by `dtbench compare` and the gate; read by the terminal, JSON, JUnit, Markdown, exports, history and report.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import StrEnum
 

@@ -1,6 +1,7 @@
-"""Times in formats of other tools: github-action-benchmark and Bencher. Names are foreign and escaped."""
+"""Exports times in the formats of github-action-benchmark and Bencher.
 
-from __future__ import annotations
+Names come from run files, which may be untrusted, so unprintable characters are escaped.
+"""
 
 import hashlib
 import json
@@ -22,7 +23,16 @@ MAX_NAME_CHARS = 1024
 
 @dataclass(frozen=True)
 class Point:
-    """The time of one impl of a case, seconds per call, and where there is one its interval and the verdict on it."""
+    """The time of one implementation of a case.
+
+    Attributes:
+        key: identifies the case and implementation.
+        time_s: seconds per call.
+        low_s: lower end of the time's interval; None if there is none.
+        high_s: upper end of the time's interval; None if there is none.
+        verdict: verdict of a comparison, else "".
+        remark: explains the verdict, else "".
+    """
 
     key: CaseKey
     time_s: float
@@ -33,7 +43,10 @@ class Point:
 
     @property
     def label(self) -> str:
-        """`collectives all_reduce mesh_dim=tp size=1024 [c10d]`, short enough for every format, one per key."""
+        """Unique name of the key for all formats, e.g. `collectives all_reduce mesh_dim=tp size=1024 [c10d]`.
+
+        A name that is too long ends with a hash instead.
+        """
         suite, name, impl, params = self.key
         words = (suite, name, *(f"{key}={value}" for key, value in params), f"[{impl}]")
         label = plain(" ".join(filter(None, words)))
@@ -42,13 +55,13 @@ class Point:
         return f"{label[: MAX_NAME_CHARS - 13]}~{hashlib.sha256(label.encode()).hexdigest()[:12]}"
 
 
-def compared_point(judged: ComparedCase, verdict: str, remark: str) -> Point | None:
-    """Head's time, between the bounds of the ratio times base's; None where a side has no time."""
-    base_s, head_s, low, high = judged.base_s, judged.head_s, judged.low, judged.high
+def compared_point(case: ComparedCase, verdict: str, remark: str) -> Point | None:
+    """Returns head's time with the interval that the ratio's bounds imply; None if base or head has no time."""
+    base_s, head_s, low, high = case.base_s, case.head_s, case.low, case.high
     if base_s is None or head_s is None:
         return None
     return Point(
-        judged.key,
+        case.key,
         head_s,
         low_s=None if low is None else min(base_s * low, head_s),
         high_s=None if high is None else max(base_s * high, head_s),
@@ -58,8 +71,10 @@ def compared_point(judged: ComparedCase, verdict: str, remark: str) -> Point | N
 
 
 def run_points(runs: Iterable[Run]) -> list[Point]:
-    """Of each case and impl the median of its launches' estimates, between the least and the largest of them; of a
-    single launch, between the quartiles of its samples."""
+    """Returns the median of the launches' estimates for each case and implementation.
+
+    The interval spans the launches' estimates or, with a single launch, the quartiles of its samples.
+    """
     timed = (r for run in runs for r in run.results if r.status == "ok" and r.time_s is not None)
     points = []
     for key, results in group_by(timed, lambda result: result.case_key).items():
@@ -71,7 +86,7 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
 
 
 def github(points: Sequence[Point]) -> str:
-    """`customSmallerIsBetter` of github-action-benchmark, microseconds."""
+    """Formats the points as `customSmallerIsBetter` of github-action-benchmark, in microseconds."""
     rows = []
     for point in points:
         row: dict[str, str | float] = {"name": point.label, "unit": "us", "value": point.time_s * 1e6}
@@ -83,7 +98,7 @@ def github(points: Sequence[Point]) -> str:
 
 
 def bmf(points: Sequence[Point]) -> str:
-    """Bencher Metric Format: the measure `latency`, nanoseconds."""
+    """Formats the points in Bencher Metric Format, as the measure `latency` in nanoseconds."""
     metrics = {}
     for point in points:
         figures = {"value": point.time_s, "lower_value": point.low_s, "upper_value": point.high_s}
@@ -91,20 +106,23 @@ def bmf(points: Sequence[Point]) -> str:
     return json.dumps(metrics, indent=2, allow_nan=False) + "\n"
 
 
-# Name -> the format, and what tells a file of it from others, which are not replaced.
+# Name -> its formatter, and a text that identifies existing files of the format. Other files are not replaced.
 FORMATS: Mapping[str, tuple[Callable[[Sequence[Point]], str], str]] = {
     "github": (github, '"unit": "us"'),
     "bmf": (bmf, '"latency": {'),
 }
 
 
-def write_exports(points: Sequence[Point], wanted: Iterable[tuple[str, Path]]) -> None:
-    """Writes each (format, file).
+def write_exports(points: Sequence[Point], files: Iterable[tuple[str, Path]]) -> None:
+    """Writes the points to each file.
+
+    Args:
+        files: (format, path) pairs.
 
     Raises:
-        OutputError: a file cannot be written, or holds something else.
+        OutputError: a file cannot be written, or exists in another format.
     """
-    for name, path in wanted:
+    for name, path in files:
         render, mark = FORMATS[name]
 
         def is_ours(head: str, mark: str = mark) -> bool:

@@ -1,30 +1,41 @@
-"""The file that `dtbench gate` writes."""
+"""The files of `dtbench gate`: its result, and the history of `--history`.
 
-from __future__ import annotations
+A history consists of JSON Lines, one revision per line, all from one kind of machine.
+"""
 
 import json
-from typing import Literal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from dtbench import errors
+from dtbench.errors import UnreadableRunError
 from dtbench.fields import Amount, Count
 from dtbench.records.comparison import ComparedCase, Verdict
+from dtbench.records.read import BadFieldError, abbreviate, convert, decode, read_lines
 from dtbench.suite import IMPL_WORDS
 
 GateCode = Literal[0, 1, 3, 4, 5]
 
+# Limits of history files.
+MAX_FILE_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
+
+_Seconds = Annotated[float, Meta(gt=0, lt=1e6, description="seconds above 0")]
+
 
 class Trust(Struct, frozen=True, kw_only=True):
-    """Whether the times of a gate can be trusted.
+    """Evidence on whether the times of a gate can be trusted.
 
     Attributes:
-        control: head / base of the control benchmarks; 1 is no change.
-        null: base / base, a second launch of base against the first.
-        reasons: not to trust the times.
-        control_pairs: number of pairs behind `control`.
-        null_pairs: number of pairs behind `null`.
+        control: time of head / time of base of the control benchmarks, which are the same in both; 1 means no change.
+        null: the same ratio for a second launch of base against the first.
+        reasons: reasons not to trust the times.
+        control_pairs: number of pairs of launches behind `control`.
+        null_pairs: number of pairs of launches behind `null`.
     """
 
     control: Amount | None = None
@@ -35,14 +46,14 @@ class Trust(Struct, frozen=True, kw_only=True):
 
 
 class ArmRecord(Struct, frozen=True, kw_only=True):
-    """A side of a gate.
+    """One arm of a gate: base or head.
 
     Attributes:
-        arm: as given, secrets masked.
-        commit: of a revision.
-        built: how it was built.
-        python: version.
-        torch: version.
+        arm: the arm as the user gave it, with secrets masked.
+        commit: commit of a revision; None for other arms.
+        built: how the arm was built.
+        python: version of Python.
+        torch: version of torch.
     """
 
     arm: str | None = None
@@ -56,16 +67,16 @@ class Gate(Struct, frozen=True, kw_only=True):
     """The result of a gate.
 
     Attributes:
-        exit_code: of the command.
+        exit_code: exit code of the command.
         trust: whether the times can be trusted.
         notes: remarks for the reader.
         base: the base arm.
         head: the head arm.
-        seed: of the random order of launches.
+        seed: seed of the random order of launches.
         launches: number of timed launches.
-        duration_s: of the whole gate, seconds.
+        duration_s: duration of the whole gate in seconds.
         allow_new: whether benchmarks that base lacks are accepted.
-        benchmarks: the verdicts.
+        benchmarks: the comparisons of all benchmarks.
     """
 
     kind: Literal["gate"] = "gate"
@@ -83,11 +94,11 @@ class Gate(Struct, frozen=True, kw_only=True):
 
     def count(self, verdict: Verdict) -> int:
         """Returns the number of benchmarks with this verdict."""
-        return sum(j.verdict == verdict for j in self.benchmarks)
+        return sum(case.verdict == verdict for case in self.benchmarks)
 
     @property
     def checks(self) -> list[str]:
-        """Lines on the checks of the machine, and on names in the tables."""
+        """Lines about the control and base/base checks, followed by explanations of names in the tables."""
         control, null = self.trust.control, self.trust.null
         moves = {
             f"control (operations that are the same in both arms), {self.trust.control_pairs} pairs": control,
@@ -104,7 +115,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     @property
     def summary_line(self) -> str:
         """The result in one line."""
-        counts = [f"{self.count(v)} {v}" for v in Verdict if self.count(v)]
+        counts = [f"{self.count(verdict)} {verdict}" for verdict in Verdict if self.count(verdict)]
         meaning = {
             errors.EXIT_OK: "no regression",
             errors.EXIT_REGRESSION: "a regression",
@@ -118,7 +129,57 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 
 def encode_gate(gate: Gate) -> str:
-    """Returns the text of the file: the gate with the number of benchmarks per verdict."""
+    """Encodes the gate, with the number of benchmarks per verdict, as JSON."""
     fields = msgspec.to_builtins(gate)
-    fields["counts"] = {v.value: gate.count(v) for v in Verdict}
+    fields["counts"] = {verdict.value: gate.count(verdict) for verdict in Verdict}
     return json.dumps(fields, indent=2, allow_nan=False)
+
+
+class HistoryLine(Struct, frozen=True, kw_only=True):
+    """The times of one revision.
+
+    Attributes:
+        machine: facts about the machine that must agree for times to be comparable.
+        time: when it was measured, ISO 8601.
+        revision: commit or name of the revision.
+        torch: version of torch.
+        times_s: benchmark -> seconds per call.
+    """
+
+    kind: Literal["history"] = "history"
+    schema: Literal[1] = 1
+    machine: Mapping[str, object]
+    time: str = ""
+    revision: str
+    torch: str | None = None
+    times_s: Mapping[str, _Seconds]
+
+
+def read_history(path: Path, machine: Mapping[str, object] | None = None) -> list[HistoryLine]:
+    """Reads the revisions in a file, oldest first. An incomplete last line is dropped.
+
+    Args:
+        machine: facts that each line's machine must equal; None takes those of the first line.
+
+    Raises:
+        UnreadableRunError: the file is damaged, too large, of a newer schema, or from another machine.
+    """
+    lines: list[HistoryLine] = []
+    try:
+        for number, data in read_lines(path, "a history of `dtbench gate`", MAX_FILE_BYTES, MAX_LINE_BYTES):
+            if not data.endswith(b"\n"):
+                break
+            try:
+                line = convert(decode(data), HistoryLine)
+            except BadFieldError as error:
+                raise BadFieldError(f"line {number}: {error}") from error
+            machine = line.machine if machine is None else machine
+            if line.machine != machine:
+                raise BadFieldError(
+                    f"line {number} was measured on {abbreviate(line.machine)}, expected {abbreviate(dict(machine))}: "
+                    "times of different machines cannot be compared"
+                )
+            lines.append(line)
+    except ValueError as error:
+        raise UnreadableRunError(f"{path} is not a history of `dtbench gate`: {error}") from error
+    return lines

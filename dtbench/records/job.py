@@ -6,8 +6,6 @@ All times are seconds, all bandwidths bytes/s. Concurrent kernels count once: tw
 1 ms of computation.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The table that `dtbench profile` writes for cases of a suite: of calls by stage, or of ranks."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct

@@ -1,9 +1,7 @@
-"""Strict reading of JSON from files that may come from anywhere.
+"""Reads JSON from untrusted files.
 
-msgspec checks every field for type and range. Its message becomes one line that a terminal can show.
+msgspec checks type and range of every field. Its message is reduced to a single printable line.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -17,18 +15,18 @@ from dtbench.errors import UnreadableRunError, plain
 from dtbench.file_kinds import refuse_other_kind
 
 _T = TypeVar("_T")
-_Json = Any  # what stands in a file, before it is checked
+_Json = Any  # an unchecked value from a file
 
 
 class BadFieldError(ValueError):
-    """A text that is no JSON object, or a field of the wrong type or range; the message names it."""
+    """A text is not a JSON object, or a field has the wrong type or range. The message names the field."""
 
 
 def decode(data: bytes) -> dict[str, _Json]:
-    """A JSON object: UTF-8, without NaN and infinities.
+    """Decodes a JSON object in UTF-8; NaN and infinities are not allowed.
 
     Raises:
-        BadFieldError: anything else.
+        BadFieldError: the data are not such an object.
     """
     try:
         value = msgspec.json.decode(data)
@@ -42,12 +40,13 @@ def decode(data: bytes) -> dict[str, _Json]:
 
 
 def convert(value: object, kind: type[_T], name: str = "") -> _T:
-    """`value` as a struct or dataclass of type `kind`; fields that it does not know are left out.
+    """Converts `value` to a struct or dataclass of type `kind`, ignoring unknown fields.
 
-    name: what `value` is called in messages; the fields are named below it.
+    Args:
+        name: prefix of field names in messages.
 
     Raises:
-        BadFieldError: a field that is missing, of the wrong type or out of range.
+        BadFieldError: a field is missing, has the wrong type or is out of range.
     """
     try:
         return msgspec.convert(value, kind)
@@ -58,76 +57,79 @@ def convert(value: object, kind: type[_T], name: str = "") -> _T:
 
 
 def field_fault(error: msgspec.ValidationError, name: str = "") -> str:
-    """`rows[1].size: expected int, got str`, from msgspec's "Expected `int`, got `str` - at `$.rows[1].size`"."""
-    what, _, path = plain(str(error)).replace("`", "").partition(" - at ")
+    """Rewrites msgspec's "Expected `int`, got `str` - at `$.rows[1].size`" to `rows[1].size: expected int, got str`."""
+    fault, _, path = plain(str(error)).replace("`", "").partition(" - at ")
     field = (
         f"{name}{path.removeprefix('$')}".lstrip(".") if path.startswith("$") else f"{path} {name}".strip()
     )
-    return f"{field}: {what[:1].lower()}{what[1:]}" if field else what
+    return f"{field}: {fault[:1].lower()}{fault[1:]}" if field else fault
 
 
 @contextlib.contextmanager
-def open_file(path: Path, what: str, max_bytes: int | None = None) -> Iterator[BinaryIO]:
-    """A regular file of at most `max_bytes`, open for reading.
+def open_file(path: Path, expected: str, max_bytes: int | None = None) -> Iterator[BinaryIO]:
+    """Opens a regular file of at most `max_bytes` for reading.
+
+    Args:
+        expected: description of the expected contents, for messages.
 
     Raises:
-        UnreadableRunError: for anything else, before more than its head is read: `path` and what was expected (`what`).
+        UnreadableRunError: the file cannot be opened, is not regular, is too large, or is of another known kind.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited on for ever
-            raise UnreadableRunError(f"{path} is not a regular file: expected {what}")
-        refuse_other_kind(path, what, programs=True)
+        if path.exists() and not path.is_file():  # reading a pipe could block forever
+            raise UnreadableRunError(f"{path} is not a regular file: expected {expected}")
+        refuse_other_kind(path, expected, programs=True)
         with path.open("rb") as file:
             if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
-                raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {what}")
+                raise UnreadableRunError(f"{path} has more than {max_bytes} bytes: expected {expected}")
             yield file
     except OSError as error:
-        raise UnreadableRunError(f"cannot read {path}: {error.strerror or error}; expected {what}") from error
+        raise UnreadableRunError(
+            f"cannot read {path}: {error.strerror or error}; expected {expected}"
+        ) from error
     except ValueError as error:  # a null byte in the name
         raise UnreadableRunError(f"{str(path)!r} is not the path of a file: {error}") from error
 
 
-def read_bytes(path: Path, what: str, max_bytes: int) -> bytes:
-    """All of a file.
-
-    what: what it should hold, in words, for messages.
+def read_bytes(path: Path, expected: str, max_bytes: int) -> bytes:
+    """Reads an entire file; see `open_file`.
 
     Raises:
-        UnreadableRunError: no regular file, or too large.
+        UnreadableRunError: see `open_file`.
     """
-    with open_file(path, what, max_bytes) as file:
+    with open_file(path, expected, max_bytes) as file:
         return file.read()
 
 
-def read_lines(path: Path, what: str, max_bytes: int, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers from 1; see `read_bytes`.
+def read_lines(path: Path, expected: str, max_bytes: int, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the number (from 1) and contents of each line of a file; see `open_file`.
 
     Raises:
-        UnreadableRunError: no regular file, too large, or a line too long.
+        UnreadableRunError: see `open_file`; or a line is too long.
     """
-    with open_file(path, what, max_bytes) as file:
+    with open_file(path, expected, max_bytes) as file:
         for number, data in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), 1):
             if len(data) > max_line_bytes:
                 raise UnreadableRunError(
-                    f"{path}: line {number} is longer than {max_line_bytes} bytes: expected {what}"
+                    f"{path}: line {number} is longer than {max_line_bytes} bytes: expected {expected}"
                 )
             yield number, data
 
 
-def read_json(path: Path, what: str, max_bytes: int) -> dict[str, _Json]:
-    """The JSON object in a file; see `read_bytes`.
+def read_json(path: Path, expected: str, max_bytes: int) -> dict[str, _Json]:
+    """Reads the JSON object in a file; see `open_file`.
 
     Raises:
-        UnreadableRunError: no regular file, too large, or no JSON object.
+        UnreadableRunError: see `open_file`; or the file does not contain a JSON object.
     """
     try:
-        return decode(read_bytes(path, what, max_bytes))
+        return decode(read_bytes(path, expected, max_bytes))
     except BadFieldError as error:
-        raise UnreadableRunError(f"{path} is not {what}: {error}") from error
+        raise UnreadableRunError(f"{path} is not {expected}: {error}") from error
 
 
 def abbreviate(value: object) -> str:
-    """A value from a foreign file, short and without characters that would move a terminal's cursor."""
+    """Formats a value from an untrusted file for a message: at most 60 characters, all printable."""
     if value is None:
         return "missing"
     text = ascii(value)

@@ -1,14 +1,14 @@
-"""What comes out of a measurement: result, run and the facts of a run's header, as run files hold them.
+"""The contents of a run file: its header, its results, and the run that they form.
 
-Units stand in the names: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
+Names end in their units: `time_s` is in seconds, `size_bytes` in bytes, `algbw_Bps` in bytes per second.
 """
 
-from __future__ import annotations
-
+import itertools
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -29,13 +29,27 @@ ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
 
 
 class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
-    """One impl of one case in one launch: a line of the run file.
+    """The measurement of one implementation of a case in one launch; a line of the run file.
 
-    samples_s: per sample, the max over the participating ranks. rank_samples_s: rank (as text) ->
-    that rank's own samples; rank_arrivals_s: how much later than the first rank it began each of them,
-    per call as the samples are, empty where no common clock tells; `arrival_error_s` of the counters says how far off
-    that may be where clocks were compared: a GPU's and the host's, or those of two hosts. rank: the
-    rank that failed, where one did. algbw_Bps, busbw_Bps: of the estimate (`estimator_of`).
+    Attributes:
+        suite: suite of the case.
+        name: name of the case.
+        impl: implementation, e.g. "core" or "torch".
+        params: params of the case.
+        status: "ok", "failed", "skipped", or "wrong" if the implementation returned wrong data.
+        reason: explains a status other than "ok", else "".
+        rank: the rank that failed, if any.
+        size_bytes: message size.
+        time_s: statistics of the samples, seconds per call.
+        samples_s: seconds per call; each sample is the maximum over the participating ranks.
+        rank_samples_s: rank, as text -> its samples, seconds per call.
+        rank_arrivals_s: rank, as text -> its delay behind the first rank in each sample, seconds per call. Empty
+            without a common clock. If clocks were aligned, the counter `arrival_error_s` is the alignment error.
+        algbw_Bps: size_bytes / estimate_s.
+        busbw_Bps: algbw_Bps times the collective's bus bandwidth factor.
+        counters: name -> value, e.g. per call.
+        launch: number of the launch, from 0.
+        clock: clock that measured the samples.
     """
 
     suite: Name
@@ -50,7 +64,7 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
     samples_s: tuple[Amount, ...] = ()
     rank_samples_s: Mapping[str, tuple[Amount, ...]] = {}
     rank_arrivals_s: Mapping[str, tuple[Amount, ...]] = {}
-    algbw_Bps: Amount | None = None  # noqa: N815 - bytes per second, as the file spells it
+    algbw_Bps: Amount | None = None  # noqa: N815 - the file spells it so
     busbw_Bps: Amount | None = None  # noqa: N815
     counters: Mapping[str, _ReadInt | float] = {}
     launch: Count = 0
@@ -58,57 +72,69 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
 
     @property
     def estimate_s(self) -> float | None:
-        """The time that stands for this launch: the order statistic that `estimator_of` names."""
+        """The estimate of this launch in seconds per call: the order statistic that `estimator_of` names."""
         return None if self.time_s is None else float(getattr(self.time_s, estimator_of(self)))
 
     @property
     def spread(self) -> float | None:
-        """How far the samples' upper quartile lies above `estimate_s`, as a share of it: three quarters of the samples
-        took no longer. None without a time, of 0 s or of one sample, as a log has."""
-        time_s, estimate_s = self.time_s, self.estimate_s
-        if time_s is None or time_s.n < 2 or not estimate_s:
+        """Relative distance of the samples' upper quartile above `estimate_s`; None without two samples above 0 s."""
+        if self.time_s is None or self.time_s.n < 2 or not self.estimate_s:
             return None
-        return max(time_s.p75 / estimate_s - 1, 0.0)
+        return max(self.time_s.p75 / self.estimate_s - 1, 0.0)
 
     @property
     def case_key(self) -> CaseKey:
-        """Names the case and impl across launches and runs."""
+        """Identifies the case and implementation across launches and runs."""
         return (self.suite, self.name, self.impl, tuple(sorted(self.params.items())))
 
     @property
     def key(self) -> ResultKey:
-        """Names the result within a run."""
+        """Identifies the result within a run."""
         return (*self.case_key, self.launch)
 
-    def without_samples(self) -> Result:
-        """With its statistics alone."""
+    def without_samples(self) -> Self:
+        """Returns the result with its statistics, but without its samples."""
         return msgspec.structs.replace(self, samples_s=(), rank_samples_s={}, rank_arrivals_s={})
 
 
-def estimator_of(of: Case | Result) -> Estimator:
-    """Which order statistic is the estimate of a launch: a steady one, never the mean.
+def estimator_of(measured: Case | Result) -> Estimator:
+    """Returns the order statistic that is the estimate of a launch.
 
-    The minimum is the steadiest for a host latency, whose noise only adds; a collective's fastest
-    call is a lucky meeting of ranks, so the lower quartile stands for work on a device or between ranks.
+    Host latencies use the minimum, since noise only adds to them. Work on a device or between ranks uses the lower
+    quartile: the fastest call of a collective depends on a coincidence of the ranks' arrivals.
     """
-    return "min" if of.clock == "host" else "p25"
+    return "min" if measured.clock == "host" else "p25"
 
 
 class Checkout(msgspec.Struct, frozen=True, kw_only=True):
-    """A git checkout: its commit, and whether tracked files differ from it."""
+    """A git checkout.
+
+    Attributes:
+        commit: hash of the commit.
+        dirty: whether tracked files differ from the commit.
+    """
 
     commit: str | None = None
     dirty: bool | None = None
 
 
 class Checkouts(Checkout, frozen=True, kw_only=True):
-    """The checkout that the run was started in, and that of dtbench; None where it was installed."""
+    """The checkout in which the run was started.
+
+    Attributes:
+        dtbench: the checkout of dtbench; None if dtbench was installed from a package.
+    """
 
     dtbench: Checkout | None = None
 
 
 class Cpu(msgspec.Struct, frozen=True, kw_only=True):
-    """cores: logical, physical, and those that the run might use."""
+    """The CPUs of a host.
+
+    Attributes:
+        usable_cores: number of logical cores that the run was allowed to use.
+        governor: frequency governors, joined by "+".
+    """
 
     model: str | None = None
     logical_cores: Count | None = None
@@ -119,7 +145,13 @@ class Cpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
-    """The links of a GPU and how many of them are up; version: as NVML numbers it."""
+    """The NVLinks of a GPU.
+
+    Attributes:
+        links: number of links.
+        active_links: number of links that are up.
+        version: NVML's number of the NVLink version.
+    """
 
     links: Count = 0
     active_links: Count = 0
@@ -127,7 +159,7 @@ class NvLinks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU as NVML describes it."""
+    """A GPU, described by NVML."""
 
     index: Count | None = None
     name: str | None = None
@@ -153,14 +185,28 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvLinkPeers(msgspec.Struct, frozen=True, kw_only=True):
-    """What the links of a rank's GPU lead to: links by the PCI bus id of the neighbour, links to switches."""
+    """The devices at the other ends of the NVLinks of a rank's GPU.
+
+    Attributes:
+        neighbours: PCI bus id of a GPU -> number of links to it.
+        switch_links: number of links to NVSwitches.
+    """
 
     neighbours: dict[str, Whole]
     switch_links: Count
 
 
 class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank ran. boot_id names the running kernel: it tells hosts of one name apart."""
+    """The process, host and device of a rank.
+
+    Attributes:
+        boot_id: id of the running kernel, which distinguishes hosts of the same name.
+        device: torch's name of the device, e.g. "cuda:1".
+        numa_nodes: NUMA nodes of the CPUs that the rank may run on.
+        interface: network interface chosen by an environment variable; None if the backend chooses.
+        pci_bus_id: PCI bus id of the GPU.
+        device_numa_node: NUMA node of the GPU.
+    """
 
     rank: Count
     host: str | None = None
@@ -176,12 +222,12 @@ class RankFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def node(self) -> tuple[str | None, str | None]:
-        """What is the same for two ranks of one host alone: nodes may share a name such as localhost."""
+        """Identifies the host; the host name is not enough, since several hosts may be called localhost."""
         return self.host, self.boot_id
 
 
 class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The names of the mesh dims and their sizes, outermost first."""
+    """Names and sizes of the mesh dims, outermost first."""
 
     dim_names: tuple[str, ...]
     shape: tuple[Whole, ...]
@@ -189,16 +235,20 @@ class MeshShape(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if len(self.dim_names) != len(self.shape):
             raise ValueError(f"dim_names has {len(self.dim_names)} names for {len(self.shape)} dims")
-        ranks = 1  # readers go through them one by one
-        for size in self.shape:
-            ranks *= size
-            if ranks > MAX_RANKS:
-                raise ValueError(f"shape is of more ranks than the {MAX_RANKS} that are expected at most")
+        if any(ranks > MAX_RANKS for ranks in itertools.accumulate(self.shape, operator.mul)):
+            raise ValueError(f"shape has more ranks than the maximum of {MAX_RANKS}")
 
 
 class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
-    """A log of another tool that results were taken from. aside: columns that were not read, with some of what they
-    hold."""
+    """A log of another tool from which results were imported.
+
+    Attributes:
+        file: name of the log.
+        sha256: hash of its contents.
+        format: the recognized formats.
+        started: start time that the log states.
+        aside: unused column -> some of its values.
+    """
 
     file: str
     sha256: str
@@ -210,7 +260,19 @@ class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a run file: how it was measured. options: those of the run, as `RunOptions` has them."""
+    """The first line of a run file: the conditions of the measurement.
+
+    Attributes:
+        started: start time, ISO 8601.
+        argv: command line.
+        versions: package or component -> version.
+        machine: the host of rank 0.
+        env: recorded environment variables.
+        options: fields of `RunOptions`.
+        suites: names of the suites.
+        launches: number of launches.
+        imported: the logs, if the run was imported.
+    """
 
     kind: Literal["run"] = "run"
     schema: Whole
@@ -231,7 +293,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Run:
-    """A run file, read. `complete` is whether its end line is there."""
+    """The contents of a run file.
+
+    Attributes:
+        complete: whether the file has its end line.
+    """
 
     path: Path
     header: Header
@@ -239,12 +305,14 @@ class Run:
     complete: bool
 
     def by_one_process(self, suite: str) -> bool:
-        """Whether a single rank of several measured the suite, as where the others are simulated: the run's ranks and
-        mesh are then not the suite's."""
+        """Whether only one of several ranks measured the suite, e.g. because it simulates the others.
+
+        The ranks and the mesh of the run then do not describe the suite.
+        """
         timed = [r for r in self.results if r.suite == suite and r.samples_s]
         several = len(self.header.ranks) > 1 and not self.header.imported
         return several and bool(timed) and not any(r.rank_samples_s for r in timed)
 
     def ok(self, suite: str) -> list[Result]:
-        """The suite's results that hold a time one may believe."""
+        """Returns the suite's valid results that have a time."""
         return [r for r in self.results if r.suite == suite and r.status == "ok" and r.time_s is not None]

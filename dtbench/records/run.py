@@ -1,12 +1,11 @@
-"""The run file: JSON Lines, one for each result, written as soon as it is there.
+"""Reads and writes run files, which are JSON Lines.
 
-The first line is the header (`kind` run), then come results, `resume` lines where a run went on, and an `end` line.
-What a killed run leaves can be read: at worst its last line is cut, and that one is dropped.
+The first line is the header (`kind` run). A line per result follows, written as soon as the result is available. A
+`resume` line marks where a run was continued, and an `end` line completes the run. The file of a killed run is valid:
+at worst, its last line is incomplete and is dropped.
 
-Files from elsewhere are not trusted: `dtbench.records.read` checks every field for type and range.
+Files are not trusted. Type and range of every field are checked, and results are checked for consistency.
 """
-
-from __future__ import annotations
 
 import contextlib
 import fcntl
@@ -17,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -26,39 +25,45 @@ import msgspec
 
 from dtbench.errors import OutputError, UnreadableRunError, UsageError
 from dtbench.records.atomic import check_output_path
-from dtbench.records.read import BadFieldError, abbreviate, convert, decode, read_lines
+from dtbench.records.read import BadFieldError, abbreviate, convert, decode, field_fault, read_lines
 from dtbench.records.result import SCHEMA, STATUSES, Header, Result, ResultKey, Run
-from dtbench.records.result_checks import result_in
+from dtbench.records.timing import SHARES, Timing, timing_quantiles
 
-# A line holds every rank's samples: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Beyond
-# these limits a file is not a run, and reading it would only fill the memory.
+# A line contains the samples of all ranks: 1024 ranks x 1000 samples x 22 characters are 22 MiB. Files beyond these
+# limits are refused before they fill the memory.
 MAX_LINE_BYTES = 64 * 2**20
 MAX_FILE_BYTES = 2 * 2**30
-_WHAT = "a dtbench run (JSON Lines)"
-# A run that was killed: its ranks write their last line before they end.
-_LET_OTHERS_END_S = 6.0
-_CUT = ""  # in place of the kind of a last line without its end
+_EXPECTED = "a dtbench run (JSON Lines)"
+# The ranks of a killed run may still be writing their last line when the run is resumed.
+_RESUME_PATIENCE_S = 6.0
+_INCOMPLETE = ""  # replaces the kind of an incomplete last line
+
+_USUAL_RANKS = frozenset(map(str, range(4096)))
+_MAX_RANK_DIGITS = 18
+# Tolerances for figures that other programs wrote with fewer digits.
+_RELATIVE_TOLERANCE, _ABSOLUTE_TOLERANCE_S = 1e-6, 1e-15
+_decoder = msgspec.json.Decoder(Result)
 
 
 class RunWriter:
-    """Appends results to a run file; one writer per file, any thread.
+    """Appends results to a run file. A file has one writer, which any thread may use.
 
-    A write that fails (no space, quota, Ctrl-C) is undone back to the last whole line.
+    A write that fails (no space, quota, Ctrl-C) is undone, so that the file ends with a complete line.
     """
 
     def __init__(self, path: Path, fd: int, length: int, results: Iterable[Result] = ()) -> None:
         self.path = path
         self._fd: int | None = fd
-        self._length = length  # up to the end of the last whole line
+        self._length = length  # bytes up to the end of the last complete line
         self._results = {result.key: result for result in results}
         self._writing = threading.RLock()
 
     @classmethod
-    def create(cls, path: str | Path, header: Mapping[str, object] | Header) -> RunWriter:
-        """A new file that holds `header`.
+    def create(cls, path: str | Path, header: Mapping[str, object] | Header) -> Self:
+        """Creates a file that contains `header`.
 
         Raises:
-            OutputError: the file is there already, or cannot be made.
+            OutputError: the file exists, or cannot be created.
         """
         path = Path(path)
         fields = msgspec.to_builtins(header) if isinstance(header, Header) else header
@@ -83,25 +88,26 @@ class RunWriter:
         return writer
 
     @classmethod
-    def resume(cls, of: Run | str | Path, record: Mapping[str, object] | None = None) -> RunWriter:
-        """Goes on with an existing file: drops a last line cut short, appends a `resume` line.
+    def resume(cls, run_or_path: Run | str | Path, record: Mapping[str, object] | None = None) -> Self:
+        """Continues an existing file: drops an incomplete last line and appends a `resume` line.
 
-        of: what was read of the file just now, or its path. record: what to note in the `resume` line; None appends
-            none (a further launch of one run).
+        Args:
+            run_or_path: the file's contents, if they have just been read, or its path.
+            record: further fields of the `resume` line; None for a further launch of the same run, which has none.
 
         Raises:
-            UnreadableRunError: the file is not a run that can be read.
-            OutputError: it cannot be written, or another dtbench is writing to it.
+            UnreadableRunError: the file is not a readable run.
+            OutputError: the file cannot be written, or another dtbench is writing to it.
         """
-        run = of if isinstance(of, Run) else read_run(of)
+        run = run_or_path if isinstance(run_or_path, Run) else read_run(run_or_path)
         try:
             fd = os.open(run.path, os.O_RDWR | os.O_APPEND)
         except OSError as error:
             raise OutputError(f"cannot append to {run.path}: {_reason(error)}; give another -o") from error
         writer = cls(run.path, fd, 0, run.results)
         try:
-            _lock(fd, run.path, _LET_OTHERS_END_S)
-            writer._drop_cut_line()
+            _lock(fd, run.path, _RESUME_PATIENCE_S)
+            writer._drop_incomplete_line()
             if record is not None:
                 writer._write(_encode({"kind": "resume", "resumed": _now(), **_strict(record)}))
         except BaseException:
@@ -111,19 +117,18 @@ class RunWriter:
 
     @property
     def results(self) -> Mapping[ResultKey, Result]:
-        """What the file holds, whatever its status: `--resume` repeats none."""
+        """The results in the file, of any status; `--resume` does not measure them again."""
         with self._writing:
             return dict(self._results)
 
     def append(self, result: Result) -> Result:
-        """Writes one line.
+        """Writes the result as one line and returns it as recorded.
 
-        Returns the result as recorded: one that the file cannot hold (a time that is not finite,
-        a line beyond the limit) is recorded as failed, with that reason.
+        A result that cannot be represented (a time that is not finite, a line that is too long) is recorded as failed.
 
         Raises:
-            OutputError: the line cannot be written; the file ends with the line before it.
-            UsageError: a param that is not a scalar, so the case has no name in the file.
+            OutputError: the line cannot be written; the file is unchanged.
+            UsageError: a param is not a scalar, so that the file cannot identify the case.
         """
         result, line = _recorded(result)
         with self._writing:
@@ -141,7 +146,7 @@ class RunWriter:
             )
 
     def close(self) -> None:
-        """Closes the file; without `end` before it the run counts as incomplete."""
+        """Closes the file. Without a preceding `end`, the run is incomplete."""
         with self._writing:
             if self._fd is not None:
                 os.close(self._fd)
@@ -158,10 +163,10 @@ class RunWriter:
             if self._fd is None:
                 raise ValueError(f"the run file {self.path} is closed")
             try:
-                rest = memoryview(line)
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-            except BaseException as error:  # Ctrl-C between two partial writes counts too
+                unwritten = memoryview(line)
+                while unwritten:
+                    unwritten = unwritten[os.write(self._fd, unwritten) :]
+            except BaseException as error:  # including Ctrl-C between two partial writes
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, self._length)
                 if isinstance(error, OSError):
@@ -171,11 +176,13 @@ class RunWriter:
                 raise
             self._length += len(line)
 
-    def _drop_cut_line(self) -> None:
+    def _drop_incomplete_line(self) -> None:
         assert self._fd is not None
         data = self.path.read_bytes()
         self._length = data.rfind(b"\n") + 1
-        if self._length < len(data) and not _is_cut(data[self._length :]):  # only its newline is missing
+        if self._length < len(data) and not _is_incomplete(
+            data[self._length :]
+        ):  # only its newline is missing
             self._length = len(data)
             self._write(b"\n")
         os.ftruncate(self._fd, self._length)
@@ -186,16 +193,17 @@ def _reason(error: OSError) -> str:
 
 
 def _lock(fd: int, path: Path, patience_s: float = 0.0) -> None:
-    """Two writers would interleave their lines. A file system without locks goes without.
+    """Locks the file, since two writers would interleave their lines. Does nothing on file systems without locks.
 
-    patience_s: how long to wait for another writer.
+    Args:
+        patience_s: seconds to wait for another writer.
     """
-    until = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            if time.monotonic() < until:
+            if time.monotonic() < deadline:
                 time.sleep(0.05)
                 continue
             raise OutputError(
@@ -211,16 +219,16 @@ def _now() -> str:
 
 
 def _encode(line: Mapping[str, object] | Result) -> bytes:
-    plain = msgspec.to_builtins(line, enc_hook=float)  # numpy's numbers are no floats to msgspec
+    plain = msgspec.to_builtins(line, enc_hook=float)  # msgspec does not accept numpy's numbers
     return json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _strict(value: Any) -> Any:
-    """`value` as JSON can hold it: no NaN or infinity (null), no half of a surrogate pair."""
+    """Converts a value to one that JSON can represent: NaN and infinity become null, lone surrogates are escaped."""
     if isinstance(value, Mapping):
-        return {_text(str(k)): _strict(v) for k, v in value.items()}
+        return {_text(str(key)): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
+        return [_strict(item) for item in value]
     if isinstance(value, str | Path):
         return _text(str(value))
     if isinstance(value, float) and not math.isfinite(value):
@@ -229,15 +237,15 @@ def _strict(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """Names of files and arguments may hold bytes that are no UTF-8; spell those out."""
+    """Escapes bytes that are not UTF-8, which names of files and arguments may contain."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _recorded(result: Result) -> tuple[Result, bytes]:
-    """`result` and its line if it can be read back, else a failed one of the same case with the reason."""
+    """Returns the result and its line. If the line could not be read back, returns a failed result with the reason."""
     result = msgspec.structs.replace(result, reason=_text(result.reason))
     try:
-        return result, _line_of(result)
+        return result, _encode_checked(result)
     except (TypeError, ValueError, OverflowError) as error:
         reason = _text(f"the result cannot be recorded: {error}")
     failed = Result(
@@ -251,27 +259,27 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
         launch=result.launch,
     )
     try:
-        return failed, _line_of(failed)
+        return failed, _encode_checked(failed)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"the case {result.suite}/{result.name} [{result.impl}] cannot be named in a run file: {error}; "
+            f"the case {result.suite}/{result.name} [{result.impl}] cannot be identified in a run file: {error}; "
             "expected names and, as params, strings, bools and finite numbers"
         ) from error
 
 
-def _line_of(result: Result) -> bytes:
+def _encode_checked(result: Result) -> bytes:
     line = _encode(result)
     if len(line) > MAX_LINE_BYTES:
         raise BadFieldError(f"the line has {len(line)} bytes, the limit is {MAX_LINE_BYTES}")
-    read = result_in(line)
+    read = _decode_result(line)
     if read is None or read.key != result.key:
-        raise BadFieldError("its name and params would not be read back as they are")
+        raise BadFieldError("its name and params would change when read back")
     return line
 
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """What is read of files holds no cycles; the collector would go over all of it again and again."""
+    """Disables the garbage collector while large files are read, since it would repeatedly scan acyclic data."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -283,69 +291,69 @@ def without_collecting() -> Iterator[None]:
 
 @without_collecting()
 def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
-    """The run in a file: its header and results, in the file's order.
+    """Reads a run: its header and its results, in the file's order.
 
-    with_samples: False leaves them out, checked all the same, for what needs only their statistics: they are
-    most of what is held in memory.
+    An incomplete last line is dropped and leaves the run incomplete. Unknown kinds of lines and unknown fields are
+    ignored. The last line of a result replaces earlier ones.
 
-    A last line cut short is dropped and leaves the run incomplete. Unknown kinds of lines and
-    unknown fields are ignored. A result that appears twice counts as its last line says.
+    Args:
+        with_samples: False checks the samples but drops them, which saves most of the memory.
 
     Raises:
-        UnreadableRunError: not a file, not a run, of a newer schema, or damaged (with the line).
+        UnreadableRunError: the path is not a file, or the file is not a run, is of a newer schema, or is damaged.
     """
     path = Path(path)
     header: Header | None = None
     results: dict[ResultKey, Result] = {}
     complete = False
-    for number, data in read_lines(path, _WHAT, MAX_FILE_BYTES, MAX_LINE_BYTES):
+    for number, data in read_lines(path, _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES):
         if header is None:
             header = _first_line(path, data)
             continue
         if not data.strip():
             continue
         try:
-            line = _line_in(data)
+            line = _decode_line(data)
         except ValueError as error:
             raise UnreadableRunError(f"{path}: line {number} is damaged: {error}") from error
         if isinstance(line, Result):
             results[line.key] = line if with_samples else line.without_samples()
-        elif line in ("end", "resume", _CUT):
+        elif line in ("end", "resume", _INCOMPLETE):
             complete = line == "end"
     if header is None:
-        raise UnreadableRunError(f"{path} is empty: expected {_WHAT}")
+        raise UnreadableRunError(f"{path} is empty: expected {_EXPECTED}")
     return Run(path, header, tuple(results.values()), complete)
 
 
 def read_header(path: str | Path) -> Header:
-    """The header alone of a run file.
+    """Reads only the header of a run file.
 
     Raises:
-        UnreadableRunError: not a file, not a run, or of a newer schema.
+        UnreadableRunError: the path is not a file, or the file is not a run or is of a newer schema.
     """
     path = Path(path)
-    for _, data in read_lines(path, _WHAT, MAX_FILE_BYTES, MAX_LINE_BYTES):
+    for _, data in read_lines(path, _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES):
         return _first_line(path, data)
-    raise UnreadableRunError(f"{path} is empty: expected {_WHAT}")
+    raise UnreadableRunError(f"{path} is empty: expected {_EXPECTED}")
 
 
-def _line_in(data: bytes) -> Result | str:
-    """The result in a line after the first, or the kind of the line, `_CUT` where it ends before its end.
+def _decode_line(data: bytes) -> Result | str:
+    """Returns the result in a line after the first, the kind of another line, or `_INCOMPLETE`.
 
     Raises:
-        BadFieldError: it is damaged.
+        BadFieldError: the line is damaged.
     """
-    if not data.endswith(b"\n") and _is_cut(data):
-        return _CUT
-    if (result := result_in(data)) is not None:
+    if not data.endswith(b"\n") and _is_incomplete(data):
+        return _INCOMPLETE
+    if (result := _decode_result(data)) is not None:
         return result
     match decode(data).get("kind"):
         case "run":
-            raise BadFieldError("a second header: two runs were joined in one file, split them")
+            raise BadFieldError("a second header: two runs were joined in one file; split them")
         case str(kind):
             return kind
-        case other:
-            raise BadFieldError(f"kind is {abbreviate(other)}, expected a string")
+        case kind:
+            raise BadFieldError(f"kind is {abbreviate(kind)}, expected a string")
 
 
 def _first_line(path: Path, data: bytes) -> Header:
@@ -353,7 +361,7 @@ def _first_line(path: Path, data: bytes) -> Header:
     try:
         line = decode(data)
     except ValueError as error:
-        raise UnreadableRunError(f"{no_run} is no header: {error}") from error
+        raise UnreadableRunError(f"{no_run} is not a header: {error}") from error
     if line.get("kind") != "run":
         raise UnreadableRunError(f'{no_run} has kind {abbreviate(line.get("kind"))}, expected "run"')
     schema = line.get("schema")
@@ -368,10 +376,75 @@ def _first_line(path: Path, data: bytes) -> Header:
         raise UnreadableRunError(f"{path}: line 1 is damaged: {error}") from error
 
 
-def _is_cut(tail: bytes) -> bool:
-    """Whether a last line without its newline lacks more than that."""
+def _is_incomplete(tail: bytes) -> bool:
+    """Whether a last line lacks more than its newline."""
     try:
         decode(tail)
     except ValueError:
         return True
     return False
+
+
+def _decode_result(data: bytes) -> Result | None:
+    """Returns the result in a line of a run file; None if the line is of another kind. Ignores unknown fields.
+
+    Raises:
+        BadFieldError: the line is not a JSON object; a field is missing, has the wrong type or is out of range; or the
+            figures contradict each other.
+    """
+    try:
+        result = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        if decode(data).get("kind") != "result" or not isinstance(error, msgspec.ValidationError):
+            return None
+        raise BadFieldError(field_fault(error)) from error
+    _check_ranks("rank_samples_s", result.rank_samples_s)
+    _check_ranks("rank_arrivals_s", result.rank_arrivals_s)
+    if result.time_s is not None:
+        _check_order(result.time_s)
+        _check_samples(result.time_s, result.samples_s)
+    _check_bandwidths(result)
+    return result
+
+
+def _check_ranks(name: str, by_rank: Mapping[str, object]) -> None:
+    """Checks that the keys are ranks. A pattern in the field's type would take longer than all other checks."""
+    for rank in () if _USUAL_RANKS.issuperset(by_rank) else by_rank:
+        if not (rank.isascii() and rank.isdecimal() and len(rank) <= _MAX_RANK_DIGITS):
+            raise BadFieldError(f"{name} has the key {abbreviate(rank)}, expected a rank")
+
+
+def _check_order(timing: Timing) -> None:
+    if not timing.min <= timing.p25 <= timing.median <= timing.p75 <= timing.p95 <= timing.max:
+        raise BadFieldError(f"time_s is not in order: expected {' <= '.join(SHARES)}")
+    # Rounding may put the mean of equal numbers just outside them.
+    if not timing.min * (1 - 1e-9) <= timing.mean <= timing.max * (1 + 1e-9):
+        raise BadFieldError(f"time_s.mean is {timing.mean!r}, expected it between min and max")
+
+
+def _check_samples(timing: Timing, samples_s: Sequence[float]) -> None:
+    """Checks the statistics against the samples, if the file contains them."""
+    if not samples_s:
+        return
+    if len(samples_s) != timing.n:
+        raise BadFieldError(f"time_s.n is {timing.n}, but there are {len(samples_s)} samples_s")
+    got, expected = [getattr(timing, name) for name in SHARES], timing_quantiles(samples_s)
+    for name, got_s, expected_s in zip(SHARES, got, expected, strict=True) if got != expected else ():
+        _expect(f"time_s.{name}", got_s, expected_s, "by samples_s")
+    _expect("time_s.mean", timing.mean, math.fsum(samples_s) / timing.n, "by samples_s")
+
+
+def _check_bandwidths(result: Result) -> None:
+    """Checks that algbw is size / time, and that busbw is at most 2 x algbw, the limit of a large all_reduce."""
+    algbw, busbw = result.algbw_Bps, result.busbw_Bps
+    if algbw is not None and result.size_bytes is not None and result.estimate_s:
+        _expect("algbw_Bps", algbw, result.size_bytes / result.estimate_s, "by size_bytes and time_s")
+    if busbw is not None and (algbw is None or busbw > 2 * algbw):
+        raise BadFieldError(f"busbw_Bps is {busbw!r}, expected at most 2 x algbw_Bps, which is {algbw!r}")
+
+
+def _expect(name: str, got: float, expected: float, source: str) -> None:
+    if got != expected and not math.isclose(
+        got, expected, rel_tol=_RELATIVE_TOLERANCE, abs_tol=_ABSOLUTE_TOLERANCE_S
+    ):
+        raise BadFieldError(f"{name} is {got!r}, expected {expected!r} {source}")

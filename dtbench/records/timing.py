@@ -4,8 +4,6 @@ Quantiles interpolate linearly between the order statistics (definition 7 of Hyn
 Statistical Packages", 1996; numpy's default, with results identical to numpy's to the last bit).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from itertools import accumulate
 
 from dtbench.fields import Amount, Whole
 
-# The figures of a `Timing` by the share of the samples below them.
+# Statistic of `Timing` -> its quantile.
 SHARES = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 
 
@@ -33,44 +31,50 @@ class Timing:
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The value that so many of the values lie below, in Python alone: numpy's call costs more than a few values do.
+    """Returns a quantile. For few values, this is faster than a call of numpy.
+
+    Args:
+        share: the quantile, 0 to 1.
 
     Raises:
-        IndexError: no values.
+        IndexError: there are no values.
     """
     ordered = sorted(values)
-    return _between(ordered, *_place(share, len(ordered)))
+    return _interpolate(ordered, *_neighbours(share, len(ordered)))
 
 
 def timing_quantiles(samples_s: Sequence[float]) -> list[float]:
-    """The samples' `SHARES`; two between the same neighbours may round to the wrong order, and are put in it."""
+    """Returns the quantiles in `SHARES`, ascending even if rounding would swap two close ones."""
     ordered = sorted(samples_s)
-    return list(accumulate((_between(ordered, *place) for place in _places(len(ordered))), max))
+    return list(
+        accumulate((_interpolate(ordered, *neighbours) for neighbours in _all_neighbours(len(ordered))), max)
+    )
 
 
 @lru_cache(1024)
-def _places(n: int) -> tuple[tuple[int, int, float], ...]:
-    return tuple(_place(share, n) for share in SHARES.values())
+def _all_neighbours(n: int) -> tuple[tuple[int, int, float], ...]:
+    return tuple(_neighbours(share, n) for share in SHARES.values())
 
 
-def _place(share: float, n: int) -> tuple[int, int, float]:
-    """Of a quantile of `n` ordered numbers the neighbours, and how far it lies from the lower to the upper."""
-    at = share * (n - 1)
-    return math.floor(at), math.ceil(at), at % 1
+def _neighbours(share: float, n: int) -> tuple[int, int, float]:
+    """Returns the two order statistics around a quantile of `n` numbers, and the interpolation weight."""
+    position = share * (n - 1)
+    return math.floor(position), math.ceil(position), position % 1
 
 
-def _between(ordered: Sequence[float], low: int, high: int, part: float) -> float:
-    """From the nearer end, as numpy does."""
-    below, above = ordered[low], ordered[high]
-    apart = above - below
-    return below + apart * part if part < 0.5 else above - apart * (1 - part)
+def _interpolate(ordered: Sequence[float], lower: int, upper: int, weight: float) -> float:
+    """Interpolates from the nearer neighbour, like numpy."""
+    difference = ordered[upper] - ordered[lower]
+    return (
+        ordered[lower] + difference * weight if weight < 0.5 else ordered[upper] - difference * (1 - weight)
+    )
 
 
 def summarize(samples_s: Sequence[float]) -> Timing:
-    """The order statistics of one launch's samples.
+    """Returns the statistics of the samples of one launch.
 
     Raises:
-        ValueError: no samples, or one that is negative or not finite.
+        ValueError: there are no samples, or one is negative or not finite.
     """
     if not samples_s:
         raise ValueError("got no samples to summarize: expected at least one")

@@ -1,6 +1,4 @@
-"""The topology file that `calibrate` writes: JSON, checked against the structs below when read."""
-
-from __future__ import annotations
+"""The topology file of `dtbench calibrate`: JSON whose schema are the structs below."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,11 +17,11 @@ from dtbench.text.units import format_bandwidth, format_size
 from dtbench_core.cost.curve import Curve
 
 SCHEMA = 1
-# 200,000 sizes make 80 MB; beyond this it is another file.
+# A table of 200,000 sizes has 80 MB; larger files are not topologies.
 MAX_BYTES = 256 * 2**20
 
 Ratio = Annotated[float, Meta(ge=1 - 1e-9, le=MAX_NUMBER)]
-Sizes = tuple[Whole, Whole]  # least and most
+Sizes = tuple[Whole, Whole]  # smallest and largest
 Interval = tuple[Amount, Amount]
 PositiveInterval = tuple[Positive, Positive]
 
@@ -37,8 +35,19 @@ PRICE_OF_A_TABLE = "linear in size between rows; beyond them the slope of the la
 
 
 class BandwidthDrop(Struct, frozen=True):
-    """Bus bandwidth in bytes per second at the size before the drop and at the first in it. setting: what tells the
-    curve from others. recovered_bytes: the size after the last one in it; None where the sweep ends in it."""
+    """A range of sizes with a lower bus bandwidth than smaller sizes have.
+
+    Attributes:
+        collective: name of the collective.
+        mesh_dim: name of the mesh dim.
+        setting: distinguishes the curve from others of the same collective and dim, else "".
+        before_bytes: last size before the drop.
+        before_Bps: its bus bandwidth, bytes per second.
+        first_bytes: first size in the drop.
+        first_Bps: its bus bandwidth, bytes per second.
+        last_bytes: last size in the drop.
+        recovered_bytes: first size behind the drop; None if the measured sizes end in the drop.
+    """
 
     collective: str
     mesh_dim: str
@@ -51,19 +60,30 @@ class BandwidthDrop(Struct, frozen=True):
     recovered_bytes: Whole | None
 
     def __str__(self) -> str:
-        before, first = format_bandwidth(self.before_Bps), format_bandwidth(self.first_Bps)
-        drop = f"{before} at {format_size(self.before_bytes)} to {first} at {format_size(self.first_bytes)}"
-        end = f"recovered at {format_size(self.recovered_bytes)}"
-        if self.recovered_bytes is None:
+        if self.recovered_bytes is not None:
+            end = f"recovered at {format_size(self.recovered_bytes)}"
+        else:
             stays = f"and stays low up to {format_size(self.last_bytes)}, "
             end = stays * (self.last_bytes > self.first_bytes) + "the largest size measured"
-        of = f"{self.collective} over {self.mesh_dim}" + f" ({self.setting})" * bool(self.setting)
-        return f"{of}: bus bandwidth drops from {drop}, {end}"
+        setting = f" ({self.setting})" if self.setting else ""
+        return (
+            f"{self.collective} over {self.mesh_dim}{setting}: bus bandwidth drops "
+            f"from {format_bandwidth(self.before_Bps)} at {format_size(self.before_bytes)} "
+            f"to {format_bandwidth(self.first_Bps)} at {format_size(self.first_bytes)}, {end}"
+        )
 
 
 class TableRow(Struct, frozen=True, kw_only=True):
-    """A size of a curve: the time with its interval (None where it was measured once), what was measured, and each
-    launch's."""
+    """The time of one size of a curve.
+
+    Attributes:
+        size_bytes: the size.
+        time_us: the estimated time, which does not fall with size.
+        measured_us: the measured time.
+        low_us: lower end of the time's interval; None if it was measured only once.
+        high_us: upper end of the time's interval; None if it was measured only once.
+        launch_us: estimate of each launch.
+    """
 
     size_bytes: Whole
     time_us: Positive
@@ -74,12 +94,24 @@ class TableRow(Struct, frozen=True, kw_only=True):
 
 
 class MeasuredCurve(Struct, frozen=True, kw_only=True, dict=True):
-    """Times of one call over size, and the line through them where one fits. Rows by size, times that do not
-    fall, each within its interval: pricing relies on it. end_GiBps: the bandwidth that the table ends with. The line
-    leaves out the sizes in a drop of bandwidth."""
+    """Times of one call as a function of size, and the line through them if one fits.
+
+    Attributes:
+        alpha_us: latency of the line; None if no line fits.
+        beta_GiBps: bandwidth of the line; None if no line fits.
+        beta_is_lower_bound: whether the bandwidth may be higher than `beta_GiBps`.
+        geometric_mean_ratio: geometric mean of the ratios between measured times and the line, each at least 1.
+        worst_ratio: the largest of these ratios.
+        end_GiBps: bandwidth of the largest sizes in the table.
+        size_bytes: range of sizes of the line, which excludes sizes in a drop of bandwidth.
+        points: number of sizes.
+        launches: number of launches.
+        table: a row per size. Cost estimates rely on ascending sizes, and on times that do not fall and lie within
+            their intervals.
+    """
 
     alpha_us: Amount | None = None
-    beta_GiBps: Positive | None = None  # noqa: N815 - as the file spells it
+    beta_GiBps: Positive | None = None  # noqa: N815 - the file spells it so
     beta_is_lower_bound: bool = False
     alpha_interval: Interval | None = None
     beta_interval: PositiveInterval | None = None
@@ -95,7 +127,7 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def columns(self) -> Mapping[str, Curve]:
-        """Each column of the table over size; the times where it has no bounds."""
+        """Column of the table -> its curve over size. Missing bounds are replaced by the times."""
         sizes = tuple(row.size_bytes for row in self.table)
         return {
             name: Curve(sizes, tuple(getattr(row, name) or row.time_us for row in self.table))
@@ -104,31 +136,36 @@ class MeasuredCurve(Struct, frozen=True, kw_only=True, dict=True):
 
     def __post_init__(self) -> None:
         if not self.table:
-            raise ValueError("table is empty, expected a row for every size")
+            raise ValueError("table is empty, expected a row per size")
         size_bytes, time_us = 0, 0.0
         for index, row in enumerate(self.table):
             if row.size_bytes <= size_bytes:
-                raise ValueError(f"table[{index}].size_bytes is not above that of the row before it")
+                raise ValueError(f"table[{index}].size_bytes is not above that of the preceding row")
             if row.time_us < time_us:
-                raise ValueError(f"table[{index}].time_us is below that of the row before it")
+                raise ValueError(f"table[{index}].time_us is below that of the preceding row")
             if not (row.low_us or row.time_us) <= row.time_us <= (row.high_us or row.time_us):
                 raise ValueError(f"table[{index}].time_us is not between low_us and high_us")
             size_bytes, time_us = row.size_bytes, row.time_us
         if (self.alpha_us is None) != (self.beta_GiBps is None):
             raise ValueError(
-                "alpha_us: only one of alpha_us and beta_GiBps is there, expected both or neither"
+                "alpha_us: only one of alpha_us and beta_GiBps is given, expected both or neither"
             )
 
 
 class Constants(Struct, frozen=True, kw_only=True):
-    """What torch's formula takes of a mesh dim."""
+    """The parameters of a mesh dim in torch's cost formula."""
 
     bandwidth_GiBps: Positive  # noqa: N815
     latency_us_per_hop: Amount
 
 
 class BuiltIn(Constants, frozen=True, kw_only=True):
-    """torch's own constants for the layout, and how far they are from what was measured."""
+    """torch's own constants for the layout, compared with the measured times.
+
+    Attributes:
+        predicted_over_measured: typical ratio of torch's time to the measured time.
+        geometric_mean_ratio: geometric mean of the deviations, each expressed as a ratio of at least 1.
+    """
 
     layout: Literal["intra-host", "inter-host"]
     predicted_over_measured: Positive
@@ -136,7 +173,7 @@ class BuiltIn(Constants, frozen=True, kw_only=True):
 
 
 class HostLayout(Struct, frozen=True, kw_only=True):
-    """Where the groups of a dim lie (`dtbench.stats.layout.DimLayout`); None where the runs do not say."""
+    """The hosts of a dim's process groups (`dtbench.stats.layout.DimLayout`). A field is None if the runs lack it."""
 
     kind: Literal["intra-host", "inter-host", "mixed"] | None = None
     hosts_per_group: Sizes | None = None
@@ -145,7 +182,7 @@ class HostLayout(Struct, frozen=True, kw_only=True):
 
 
 class FittedOn(Struct, frozen=True, kw_only=True):
-    """What the constants were fitted to."""
+    """The measurements that the constants were fitted to."""
 
     collectives: tuple[str, ...]
     size_bytes: Sizes
@@ -156,7 +193,7 @@ class FittedOn(Struct, frozen=True, kw_only=True):
 
 
 class FittedPoint(Struct, frozen=True, kw_only=True):
-    """A measured time beside the fitted one."""
+    """A measured time and its fitted value."""
 
     collective: str
     size_bytes: Whole
@@ -165,7 +202,7 @@ class FittedPoint(Struct, frozen=True, kw_only=True):
 
 
 class Residuals(Struct, frozen=True, kw_only=True):
-    """How far the fit is from its points."""
+    """Deviations of the fit from its points."""
 
     geometric_mean_ratio: Ratio
     worst_ratio: Ratio
@@ -173,19 +210,24 @@ class Residuals(Struct, frozen=True, kw_only=True):
 
 
 class Contention(Struct, frozen=True, kw_only=True):
-    """How much longer a call takes with the sibling groups at work, at one size."""
+    """Slowdown of a call of one size while the other groups of the dim also communicate."""
 
     together_over_alone: Positive
     size_bytes: Whole
 
 
 class Dim(Struct, frozen=True, kw_only=True):
-    """One mesh dim, or several at once ("dp+tp").
+    """The calibration of a mesh dim, or of several dims together ("dp+tp").
 
     Attributes:
-        collectives: curve by name. Its bytes are those that nccl-tests counts: the gathered tensor, the tensor to be
-            reduced or scattered, the buffer of one rank of an all-to-all.
-        transitions: impl -> change of placement -> its curve, over the bytes of the whole tensor.
+        groups: number of process groups of the dim.
+        groups_sharing: whether the groups communicated at the same time ("together") or not ("alone").
+        intervals: explains the intervals.
+        builtin: torch's own constants.
+        collectives: name -> curve. Sizes are those of nccl-tests: the gathered tensor, the tensor to be reduced or
+            scattered, the buffer of one rank of an all-to-all.
+        transitions: implementation -> change of placement -> curve. Sizes are those of the global tensor.
+        contention: collective -> slowdown.
     """
 
     name: str
@@ -210,7 +252,11 @@ class Dim(Struct, frozen=True, kw_only=True):
 
 
 class FromRun(Struct, frozen=True, kw_only=True):
-    """A run that it was fitted to. hosts: how many; 0 where the run does not say."""
+    """A run that a topology was fitted to.
+
+    Attributes:
+        hosts: number of hosts; 0 if the run does not record them.
+    """
 
     run_id: str
     path: str = ""
@@ -219,7 +265,7 @@ class FromRun(Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):
-    """A mesh dim that could not be fitted, and why."""
+    """A mesh dim that could not be fitted, with the reason."""
 
     name: str
     ranks: Whole
@@ -227,7 +273,15 @@ class LeftOut(Struct, frozen=True, kw_only=True):
 
 
 class CalibratedTopology(Struct, frozen=True, kw_only=True):
-    """The whole file."""
+    """The contents of a topology file.
+
+    Attributes:
+        created: when it was calibrated, ISO 8601.
+        runs: the runs that it was fitted to.
+        base_latency_us: latency of a call without its hops, the same for all dims.
+        dims: the calibrated mesh dims.
+        left_out: mesh dims that could not be fitted.
+    """
 
     kind: Literal["topology"] = "topology"
     schema: Whole
@@ -249,36 +303,39 @@ class CalibratedTopology(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         names = [dim.name for dim in self.dims]
         if len(set(names)) < len(names):
-            raise ValueError(f"dims has {abbreviate(names)}, expected each name once")
+            raise ValueError(f"dims has {abbreviate(names)}, expected distinct names")
 
     def _repr_html_(self) -> str:
-        """The mesh dims as a table, in a notebook."""
+        """Returns the mesh dims as a table for notebooks."""
         import pandas as pd
 
         plain = (str, int, float)
-        rows = [{k: v for k, v in structs.asdict(dim).items() if isinstance(v, plain)} for dim in self.dims]
+        rows = [
+            {name: value for name, value in structs.asdict(dim).items() if isinstance(value, plain)}
+            for dim in self.dims
+        ]
         return str(pd.DataFrame(rows).to_html(index=False))
 
     def all_warnings(self) -> list[str]:
-        """Those of the whole file and, after their name, those of its dims."""
+        """Returns the warnings of the file and of its dims; the latter begin with the dim's name."""
         return [*self.warnings, *(f"{dim.name}: {warning}" for dim in self.dims for warning in dim.warnings)]
 
 
 def write_topology(topology: CalibratedTopology, path: str | Path) -> None:
-    """Writes the file whole or not at all.
+    """Writes the file atomically.
 
     Raises:
-        OutputError: the place cannot be written, or holds a file that is no topology.
+        OutputError: the path cannot be written, or is a file that is not a topology.
     """
     text = msgspec.json.format(msgspec.json.encode(topology), indent=1).decode() + "\n"
-    write_atomically(Path(path), text, _looks_like_one, "topology of dtbench")
+    write_atomically(Path(path), text, _is_topology, "topology of dtbench")
 
 
 def read_topology(path: str | Path) -> CalibratedTopology:
-    """The topology in a file.
+    """Reads a topology.
 
     Raises:
-        UnreadableRunError: not a topology, of another schema, or damaged; the message names the field.
+        UnreadableRunError: the file is not a topology, is of a newer schema, or is damaged.
     """
     path = Path(path)
     content = read_json(path, "a topology of `dtbench calibrate`", MAX_BYTES)
@@ -301,5 +358,5 @@ def read_topology(path: str | Path) -> CalibratedTopology:
         ) from error
 
 
-def _looks_like_one(head: str) -> bool:
+def _is_topology(head: str) -> bool:
     return head.lstrip().startswith("{") and '"kind": "topology"' in head.replace('":"', '": "')

@@ -277,7 +277,7 @@ def test_committed_topologies_round_trip(path: Path) -> None:
         ("dims.0.collectives.all_gather.table.3.time_us", 1e-3, r"table\[3\].time_us is below"),
         ("dims.0.collectives.all_gather.table.2.low_us", 1e9, r"table\[2\].time_us is not between"),
         ("dims.0.collectives.all_gather.alpha_us", None, "one of alpha_us and beta_GiBps"),
-        ("dims.1.name", "dp", "expected each name once"),
+        ("dims.1.name", "dp", "expected distinct names"),
     ],
 )
 def test_damaged_topology_is_refused_in_one_line(

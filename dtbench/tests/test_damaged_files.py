@@ -28,7 +28,7 @@ from dtbench.errors import DtbenchError
 from dtbench.importers import checks
 from dtbench.importers.convert import to_run
 from dtbench.importers.import_logs import parse
-from dtbench.records.history import read_history
+from dtbench.records.gate import read_history
 from dtbench.records.job import Job
 from dtbench.records.read import convert
 from dtbench.records.run import RunWriter, read_run
@@ -188,4 +188,4 @@ def test_mesh_of_too_many_ranks_is_refused(dtbench: Cli, shape: list[int]) -> No
     Path("f.jsonl").write_text(re.sub(r'"shape": ?\[[^]]*\]', f'"shape":{shape}', header) + "\n" + rest)
     for words in ("report f.jsonl -o p.html", "calibrate f.jsonl -o t.json"):
         code, _, err = dtbench(*words.split())
-        assert (code, err.count("\n")) == (2, 1) and "shape is of more ranks than the 1048576" in err
+        assert (code, err.count("\n")) == (2, 1) and "shape has more ranks than the maximum of 1048576" in err

@@ -448,7 +448,7 @@ def test_export_does_not_overwrite_other_files(tmp_path: Path) -> None:
     for target in ("torch", "inductor"):  # an exported module may be replaced
         export(two_dims(), target, path)
     path.write_text("print('mine')\n")
-    with pytest.raises(OutputError, match="left as it was"):
+    with pytest.raises(OutputError, match="not overwritten"):
         export(two_dims(), "torch", path)
     assert path.read_text() == "print('mine')\n"
 

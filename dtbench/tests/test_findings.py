@@ -169,8 +169,8 @@ def test_baselines_have_names(dtbench: Cli) -> None:
         assert baselines.find_run_file("main") == kept and kept.read_bytes() == run.read_bytes()
     for words, code, message in (
         ("compare main a.jsonl", 3, "2.00x faster"),
-        ("compare nope a.jsonl", 2, "there is no baseline 'nope' (there: main)"),
-        ("run dispatch --save-baseline ../x", 2, "names no baseline"),
+        ("compare nope a.jsonl", 2, "there is no baseline 'nope' (have: main)"),
+        ("run dispatch --save-baseline ../x", 2, "is not a name of a baseline"),
     ):
         exit_code, out, error = dtbench(*words.split())
         assert exit_code == code and message in out + error

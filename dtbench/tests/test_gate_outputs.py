@@ -16,8 +16,7 @@ from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.schedule import effect_and_times
 from dtbench.gate.verdict import compared_case
 from dtbench.records.comparison import ComparedCase, Verdict
-from dtbench.records.gate import Gate, encode_gate
-from dtbench.records.history import read_history
+from dtbench.records.gate import Gate, encode_gate, read_history
 from dtbench.records.read import convert, decode
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
@@ -157,7 +156,7 @@ def test_untrusted_and_unmeasured_gates_are_not_appended(path: Path) -> None:
 
 def test_another_machine_is_no_baseline(path: Path) -> None:
     history.append(path, gate_of(1e-5))
-    with pytest.raises(UnreadableRunError, match="another machine are no baseline"):
+    with pytest.raises(UnreadableRunError, match="different machines cannot be compared"):
         read_history(path, {**MACHINE, "cores": 4})
     assert history.file_of(path.parent, {**MACHINE, "cores": 4}) != path
 

@@ -333,7 +333,9 @@ def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
         for positions in axis.ticks:
             ticks = [axis.format(t) for t in positions if axis.low <= t <= axis.high]
             assert len(ticks) <= 9 and len(set(ticks)) == len(ticks)
-        assert low == high or any(sum(axis.low <= t <= axis.high for t in positions) >= 3 for positions in axis.ticks)
+        assert low == high or any(
+            sum(axis.low <= t <= axis.high for t in positions) >= 3 for positions in axis.ticks
+        )
 
 
 @pytest.mark.parametrize(("width", "ticks"), [(900, 4), (200, 4), (150, 3)])

@@ -178,7 +178,7 @@ def test_a_result_that_cannot_be_read_back_is_recorded_as_failed(tmp_path: Path,
 @pytest.mark.parametrize("value", [(2, 2), None, math.nan, [1], 2**70, b"x", "\ud800"])
 def test_a_param_that_is_no_scalar_is_refused(tmp_path: Path, value: Any) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", HEADER) as writer:
-        with pytest.raises(UsageError, match=r"the case dispatch/add \[core\] cannot be named"):
+        with pytest.raises(UsageError, match=r"the case dispatch/add \[core\] cannot be identified"):
             writer.append(good(shape=value))
         with pytest.raises(UsageError, match="name: expected str of length >= 1"):
             writer.append(good(name=""))
@@ -236,7 +236,7 @@ def test_an_interrupt_inside_a_line_leaves_whole_lines(
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"hello\n", "first line is no header: not JSON"),
+        (b"hello\n", "first line is not a header: not JSON"),
         (b"[1, 2]\n", "expected a JSON object"),
         (b"{}\n", 'kind missing, expected "run"'),
         (b'{"kind":"topology"}\n', "is a topology, expected a dtbench run"),

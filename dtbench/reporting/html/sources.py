@@ -14,8 +14,7 @@ from dtbench.cost.calibration import setup_of
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
-from dtbench.records.gate import Gate
-from dtbench.records.history import HistoryLine, read_history
+from dtbench.records.gate import Gate, HistoryLine, read_history
 from dtbench.records.job import Job, JobAnalysis
 from dtbench.records.profile import CallsProfile, CallStages, RanksProfile, RanksSection
 from dtbench.records.read import BadFieldError, abbreviate, convert, open_file, read_json
