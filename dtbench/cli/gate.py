@@ -83,8 +83,8 @@ def gate_command(
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of
     torch) or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
-    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or untrusted,
-    4 a benchmark is in one arm only, 5 a benchmark or arm failed.
+    Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or
+    untrusted, 4 a benchmark is in one arm only, 5 a benchmark or arm failed.
 
     \b
     Examples:
