@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dtbench.engine.workers import end_with_launcher
 
@@ -18,19 +18,26 @@ def main(spec_path: str) -> None:
     # Ctrl-C ends a rank that has not joined the others yet; the launcher reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Before the imports, which take seconds.
-    end_with_launcher(json.loads(Path(spec_path).read_text())["launcher_pid"])
+    spec = json.loads(Path(spec_path).read_text())
+    end_with_launcher(spec["launcher_pid"])
     from dtbench.cli.program import main as run_program
 
-    run_program(lambda: join_launch(spec_path))
+    run_program(lambda: join_launch(spec))
 
 
-def join_launch(spec_path: str) -> NoReturn:
-    """Does this rank's part in the launch; ends the process."""
+def join_launch(fields: dict[str, Any]) -> NoReturn:
+    """Does this rank's part in the launch; ends the process.
+
+    Args:
+        fields: the fields of the `LaunchSpec`, as JSON data.
+    """
+    import msgspec
+
     from dtbench.engine.launch_files import LaunchSpec
     from dtbench.engine.options import RunRequest
     from dtbench.engine.rank_env import find_rank_env
 
-    spec, place = LaunchSpec.read(spec_path), find_rank_env()
+    spec, place = msgspec.convert(fields, LaunchSpec), find_rank_env()
     assert place is not None, "the launcher sets torchrun's variables"
     match spec.command:
         case "run":

@@ -24,7 +24,7 @@ from dtbench.errors import UsageError
 from dtbench.suite.registry import read_builtin
 
 _C = TypeVar("_C", bound=Callable[..., object])
-
+_Words = tuple[tuple[str, ...], dict[str, str]]  # suites, and the options that suites declare
 
 # Options that may change with --resume, since no result depends on them.
 _CHANGEABLE_ON_RESUME = {"resume", "output", "budget_s", "timeout_s", "on_failure", "brief", "save_baseline"}
@@ -46,7 +46,13 @@ class _List(_Run):
 
 
 _OPTIONS = (
-    click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SUITE[/TEXT]]..."),
+    click.argument(
+        "words",
+        nargs=-1,
+        type=click.UNPROCESSED,
+        metavar="[SUITE[/TEXT]]...",
+        callback=lambda _context, _parameter, words: split_words(words),
+    ),
     options.IMPL,
     options.MESH,
     options.NPROC,
@@ -131,7 +137,7 @@ def _add_run_options(command: _C) -> _C:
 @click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
 @_add_run_options
 @click.pass_context
-def run_command(context: click.Context, /, words: tuple[str, ...], **values: options.OptionValue) -> int:
+def run_command(context: click.Context, /, words: _Words, **values: options.OptionValue) -> int:
     """Measures suites, by name or as .py files, into a run file.
 
     SUITE/TEXT measures the cases whose line in `dtbench list SUITE` holds TEXT.
@@ -174,14 +180,13 @@ def _original_argv(output: Path) -> list[str]:
 
 
 def options_of(
-    words: tuple[str, ...],
+    words: _Words,
     launches: int | None,
     minbytes: str | None,
     maxbytes: str | None,
     stepfactor: int,
     **values: options.OptionValue,
 ) -> RunRequest:
-    suites, own = split_words(words)
     if minbytes is not None or maxbytes is not None:
         if minbytes is None or maxbytes is None or values["sizes_bytes"] is not None:
             raise UsageError(
@@ -195,7 +200,7 @@ def options_of(
         values["sizes_bytes"] = parse_sizes(f"{first}:{last}:{stepfactor}x")
     if launches is None:
         launches = 1 if values["max_size_bytes"] is None else CALIBRATION_LAUNCHES
-    return RunRequest(suites=suites, suite_options=own, launches=launches, **values)
+    return RunRequest(suites=words[0], suite_options=words[1], launches=launches, **values)
 
 
 @click.command("list", cls=_List, context_settings={"ignore_unknown_options": True})
@@ -203,7 +208,11 @@ def options_of(
 @options.JSON
 @click.pass_context
 def list_command(
-    context: click.Context, /, as_json: bool, words: tuple[str, ...], **values: options.OptionValue
+    context: click.Context,
+    /,
+    as_json: bool,
+    words: _Words,
+    **values: options.OptionValue,
 ) -> None:
     """Lists suites; with options of `run`, the cases it would measure.
 
@@ -215,9 +224,9 @@ def list_command(
     if not options.typed(context) - {"as_json"}:
         _list_suites(as_json)
         return
-    from dtbench.engine.launch import select_here
+    from dtbench.engine.selection import select
 
-    selection = select_here(options_of(words, **values))
+    selection = select(options_of(words, **values))
     tasks = selection.affordable(selection.tasks)
     if as_json:
         listing = [

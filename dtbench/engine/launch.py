@@ -6,13 +6,13 @@ Under another launcher this process is a rank itself and continues in `session`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -22,9 +22,8 @@ from dtbench.engine.failure import INTERRUPTED, Diagnosis, describe_kept_results
 from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import print_status, print_status_if_slow
-from dtbench.engine.rank import silence_torch
 from dtbench.engine.rank_env import find_rank_env, launch_number, output_of
-from dtbench.engine.selection import Selection, select
+from dtbench.engine.selection import select
 from dtbench.engine.session import Session, run_to_resume, say_complete
 from dtbench.engine.tasks import remaining
 from dtbench.engine.workers import describe_exit, ending_signals, handling_signals, scratch
@@ -37,7 +36,6 @@ from dtbench.errors import (
     WorldBrokenError,
     print_error,
 )
-from dtbench.machine.device import choose_device, count_ranks
 from dtbench.machine.limits import refuse_local_ranks
 from dtbench.records import baselines
 from dtbench.records.atomic import check_output_path
@@ -69,7 +67,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     if request.save_baseline is not None:
         baselines.baseline_path(request.save_baseline)
     with print_status_if_slow(f"loading torch and {', '.join(request.suites) or 'the suites'}"):
-        selection = select_here(request)
+        selection = select(request)
     output = output_of(request.output)
     previous = run_to_resume(selection, output)
     if previous is None:
@@ -83,51 +81,29 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     for launch in range(request.launches):
         is_last = launch + 1 == request.launches
         # Only the ranks of a refined launch know which sizes it lacks.
-        if is_last or selection.options.refine or remaining(selection.tasks, measured, launch):
-            report = _measure_launch(selection, msgspec.structs.replace(spec, launch=launch), output)
-            code = EXIT_INTERRUPTED if report.exit_code is None else report.exit_code
-            if not report.is_complete:
+        if not (is_last or selection.options.refine or remaining(selection.tasks, measured, launch)):
+            continue
+        spec = msgspec.structs.replace(spec, launch=launch, is_restart=False)
+        restarts_without_result, ok_results = 0, 0
+        # Ranks are restarted after a fatal case, to continue with the remaining cases.
+        while (report := start_ranks(spec, selection.options.world_size)).diagnosis is not None:
+            has_new_results = report.ok_results > ok_results
+            restarts_without_result = 0 if has_new_results else restarts_without_result + 1
+            ok_results = max(ok_results, report.ok_results)
+            is_hopeless = restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT
+            may_restart = request.on_failure == "continue" and not is_hopeless
+            if not record_failure(report.diagnosis, report.case, output, may_restart=may_restart):
+                if is_hopeless:
+                    print_error(
+                        f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: "
+                        f"{describe_kept_results(output)}"
+                    )
                 break
+            spec = msgspec.structs.replace(spec, is_restart=True)
+        code = EXIT_INTERRUPTED if report.exit_code is None else report.exit_code
+        if not report.is_complete:
+            break
     return code
-
-
-def select_here(request: RunRequest) -> Selection:
-    """Returns what the request selects on this machine, with ranks of our own.
-
-    Raises:
-        UsageError: options that cannot be followed.
-    """
-    silence_torch()
-    device_type = choose_device(request.device)
-    selection = select(request, device_type, count_ranks(request.ranks, device_type, request.backend))
-    if selection.is_simulated and request.ranks is None:
-        # One process measures simulated ranks. Further ranks would only wait, unless the cases depend on their number.
-        single = select(request, device_type, 1)
-        if [task.label for task in single.tasks] == [task.label for task in selection.tasks]:
-            return single
-    return selection
-
-
-def _measure_launch(selection: Selection, spec: LaunchSpec, output: Path) -> RankReport:
-    """Starts the ranks of a launch. Restarts them after a fatal case, to continue with the remaining cases."""
-    restarts_without_result, ok_results = 0, 0
-    while True:
-        report = start_ranks(spec, selection.options.world_size)
-        if report.diagnosis is None:
-            return report
-        restarts_without_result = 0 if report.ok_results > ok_results else restarts_without_result + 1
-        ok_results = max(ok_results, report.ok_results)
-        may_restart = (
-            selection.request.on_failure == "continue"
-            and restarts_without_result < MAX_RESTARTS_WITHOUT_RESULT
-        )
-        if not record_failure(report.diagnosis, report.case, output, may_restart=may_restart):
-            if restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT:
-                print_error(
-                    f"{MAX_RESTARTS_WITHOUT_RESULT} starts in a row gave no result: {describe_kept_results(output)}"
-                )
-            return report
-        spec = msgspec.structs.replace(spec, is_restart=True)
 
 
 def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
@@ -145,15 +121,18 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
     # A thread per core in each of several ranks would measure the contention for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with scratch() as folder:
-        spec_path, report_path = folder / "spec.json", str(folder / "report.json")
-        msgspec.structs.replace(spec, launcher_pid=os.getpid(), report_path=report_path).write(spec_path)
+        spec_path, report_path = folder / "spec.json", folder / "report.json"
+        report_path.write_bytes(msgspec.json.encode(RankReport()))
+        spec = msgspec.structs.replace(spec, launcher_pid=os.getpid(), report_path=str(report_path))
+        # json, unlike msgspec, also writes file names that are not UTF-8.
+        spec_path.write_text(json.dumps(msgspec.to_builtins(spec, enc_hook=str)))
         failures, was_interrupted = _run_elastic(
             [sys.executable, "-P", "-m", "dtbench.rank_main", str(spec_path)],
             world_size,
             f"dtbench-{os.getpid()}-{spec.launch}",
             str(folder),
         )
-        report = RankReport.read(report_path)
+        report = msgspec.json.decode(report_path.read_bytes(), type=RankReport)
     if report.exit_code is not None:  # the launch is over, however its ranks ended afterwards
         return msgspec.structs.replace(report, diagnosis=None)
     diagnosis = report.diagnosis

@@ -5,15 +5,11 @@ Both lie in the launch's scratch folder. Ranks of another launcher have neither:
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from dtbench.engine.failure import ActiveCase, Diagnosis
-from dtbench.records.atomic import replace_file
 
 _RequestT = TypeVar("_RequestT")
 
@@ -45,14 +41,6 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the request as the dataclass that the command works with."""
         return msgspec.convert(self.request, kind, dec_hook=lambda kind, text: kind(text))
 
-    def write(self, path: Path) -> None:
-        # json, unlike msgspec, also writes file names that are not UTF-8.
-        path.write_text(json.dumps(msgspec.to_builtins(self, enc_hook=str)))
-
-    @classmethod
-    def read(cls, path: str) -> LaunchSpec:
-        return msgspec.convert(json.loads(Path(path).read_text()), cls)
-
 
 class RankReport(msgspec.Struct, frozen=True):
     """The state of a launch, as its ranks last reported it.
@@ -70,18 +58,3 @@ class RankReport(msgspec.Struct, frozen=True):
     exit_code: int | None = None
     is_complete: bool = False
     diagnosis: Diagnosis | None = None
-
-    @classmethod
-    def read(cls, path: str | Path) -> RankReport:
-        """Returns the report at `path`; an empty report if the file is missing."""
-        try:
-            return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except (OSError, ValueError, msgspec.MsgspecError):
-            return cls()
-
-    def write(self, path: str) -> bool:
-        """Replaces the report at `path`. Returns False if that failed."""
-        with suppress(OSError):  # a full disk must not end a run that writes elsewhere
-            replace_file(Path(path), msgspec.json.encode(self))
-            return True
-        return False

@@ -9,6 +9,7 @@ fixed and in turns (launches of a gate); counted (counters of a gate); or record
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,9 +63,6 @@ class Subject:
         return None
 
     def build(self, world: World) -> None:
-        self.attempt(lambda: self._build(world))
-
-    def _build(self, world: World) -> None:
         workload = self.case.build[self.impl](world)
         if not isinstance(workload, Workload):
             raise TypeError(f"its build gave {workload!r:.80}, expected a dtbench.suite.Workload")
@@ -87,6 +85,11 @@ class Subject:
             wrong = self.attempt(self.workload.check)
             if wrong is not None:
                 self.failure = ("wrong", f"{wrong} ({phase})")
+
+    def counters(self) -> dict[str, float] | None:
+        """Returns the workload's counters; None if reading them failed."""
+        count = self.workload.counters
+        return {} if count is None else self.attempt(lambda: dict(count()))
 
     def close(self) -> None:
         """Frees the workload's resources, once."""
@@ -115,7 +118,7 @@ def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedul
     with no_collections():
         try:
             for subject in subjects:
-                subject.build(world)
+                subject.attempt(functools.partial(subject.build, world))
             schedule.warm_up()
             for subject in subjects:
                 subject.check("after the warm-up")

@@ -25,26 +25,27 @@ _STATUSES = (STATUSES[0], "with caveat", *STATUSES[1:])
 class Progress:
     """Prints a line per result to stdout, and at times the progress of the run."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._done = 0
-        self._estimates_s: list[float] = []
-        self._end_s: float | None = None
-        self._began_s = self._printed_s = clock()
-
-    def begin(self, headline: str, estimates_s: Sequence[float], end_s: float | None = None) -> None:
-        """Starts to count results.
+    def __init__(
+        self,
+        headline: str,
+        estimates_s: Sequence[float],
+        end_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prints the headline.
 
         Args:
             estimates_s: estimated seconds of each result to come.
             end_s: end of the time budget, if there is one.
         """
+        self._clock = clock
+        self._done = 0
         self._estimates_s, self._end_s = list(estimates_s), end_s
-        self._began_s = self._printed_s = self._clock()
+        self._began_s = self._printed_s = clock()
         print_status(headline)
 
     def more(self, estimates_s: Sequence[float]) -> None:
-        """Adds results to those that `begin` expects."""
+        """Adds results to those that are expected."""
         self._estimates_s += estimates_s
         print_status(
             f"{plural(len(estimates_s), 'more result')} to measure, between sizes where interpolation is off"

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -61,6 +62,7 @@ from dtbench.errors import (
     print_error,
 )
 from dtbench.machine.limits import refuse_few_files
+from dtbench.records.atomic import replace_file
 from dtbench.suite.mesh import Mesh
 from dtbench.text.masking import mask
 
@@ -238,9 +240,13 @@ class LaunchedRank:
         """
         if not self._report_path:
             return False
-        with self._reporting:
-            report = msgspec.structs.replace(RankReport.read(self._report_path), **fields)
-            return report.write(self._report_path)
+        path = Path(self._report_path)
+        # A full disk must not end a run that writes elsewhere.
+        with self._reporting, contextlib.suppress(OSError):
+            report = msgspec.json.decode(path.read_bytes(), type=RankReport)
+            replace_file(path, msgspec.json.encode(msgspec.structs.replace(report, **fields)))
+            return True
+        return False
 
     def stop_all(self, exit_code: int) -> NoReturn:
         """Ends all ranks. Called on rank 0, which has printed the reason."""

@@ -298,7 +298,16 @@ class Adaptive(CollectiveSchedule):
         states, offset_before = [self._instruments.gpu_state()], self._instruments.clock_offset()
         done = 0
         while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
-            self._take_rounds(range(done, done + rounds))
+            # A failed impl gets None as a sample until the next vote: the other ranks may not have failed, and expect
+            # this rank in the samples of the other impls.
+            order = list(self.live)
+            for first in (number % len(order) for number in range(done, done + rounds)):
+                for impl in order[first:] + order[:first]:
+                    take_sample = functools.partial(self._take_sample, self.live[impl], self._calls[impl])
+                    seconds = self.live[impl].attempt(take_sample)
+                    self._samples[impl].append(seconds)
+                    self._started[impl].append(None if seconds is None else self._clock.started_ns)
+                    self._error_ns[impl] = max(self._error_ns[impl], self._clock.error_ns)
             done += rounds
         offset_after = self._instruments.clock_offset()
         self._offset = mean_offset(offset_before, offset_after) if offset_before and offset_after else None
@@ -308,27 +317,25 @@ class Adaptive(CollectiveSchedule):
 
     def finish(self) -> None:
         """Gathers the samples of all ranks. Only rank 0 gets complete outcomes; other ranks get the status."""
-        samples = {impl: self._rank_samples(impl, subject) for impl, subject in self.live.items()}
+        samples: dict[str, RankSamples] = {}
+        for impl, subject in self.live.items():
+            counters = subject.counters()
+            if counters is not None and self.case.sample_s:
+                counters["calls_per_sample"] = self._calls[impl]
+            samples[impl] = {
+                "counters": counters,
+                "samples": self._samples[impl] if subject.workload.participates else None,
+                "started": self._started[impl],
+                "kernel": self._instruments.kernel,
+                "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
+                "error_ns": self._error_ns[impl],
+                "throttled": self._throttled,
+            }
         gathered: list[dict[str, RankSamples]] = []
         self.vote(samples, gathered.extend)
         for impl in self.live:
             by_rank = [samples[impl] for samples in gathered]
             self.outcomes[impl] = combine_ranks(by_rank, self._calls[impl]) if by_rank else ImplOutcome("ok")
-
-    def _rank_samples(self, impl: str, subject: Subject) -> RankSamples:
-        count = subject.workload.counters
-        counters = {} if count is None else subject.attempt(lambda: dict(count()))
-        if counters is not None and self.case.sample_s:
-            counters["calls_per_sample"] = self._calls[impl]
-        return {
-            "counters": counters,
-            "samples": self._samples[impl] if subject.workload.participates else None,
-            "started": self._started[impl],
-            "kernel": self._instruments.kernel,
-            "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
-            "error_ns": self._error_ns[impl],
-            "throttled": self._throttled,
-        }
 
     # ---- calls ----
 
@@ -348,21 +355,6 @@ class Adaptive(CollectiveSchedule):
         if self.case.clock == "device":
             self._instruments.barrier()
         return self._clock.measure(subject.workload.run, calls)
-
-    def _take_rounds(self, rounds: range) -> None:
-        """Samples each impl once per round. A failed impl gets None as a sample until the next vote.
-
-        The other ranks may not have failed, and expect this rank in the samples of the other impls.
-        """
-        order = list(self.live)
-        for number in rounds:
-            first = number % len(order)
-            for impl in order[first:] + order[:first]:
-                take_sample = functools.partial(self._take_sample, self.live[impl], self._calls[impl])
-                seconds = self.live[impl].attempt(take_sample)
-                self._samples[impl].append(seconds)
-                self._started[impl].append(None if seconds is None else self._clock.started_ns)
-                self._error_ns[impl] = max(self._error_ns[impl], self._clock.error_ns)
 
     # ---- rank 0's decisions ----
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from dtbench.engine import budget
 from dtbench.engine.options import RunRequest, split_target
+from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import UnknownOptionError, UsageError
+from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.result import Header
-from dtbench.suite import DeviceType, RunOptions
+from dtbench.suite import RunOptions
 from dtbench.suite.mesh import format_mesh
 from dtbench.suite.registry import Suite, load
 from dtbench.text.masking import mask_options
@@ -79,13 +81,20 @@ class Selection:
         return budget.choose(tasks, limit_s, self.options.quick, self.measuring_processes)
 
 
-def select(request: RunRequest, device_type: DeviceType, world_size: int) -> Selection:
+def select(request: RunRequest, world_size: int | None = None) -> Selection:
     """Validates all that can be validated before ranks exist, and lists the tasks.
+
+    Args:
+        world_size: number of ranks; None chooses it for ranks of our own on this machine.
 
     Raises:
         UsageError: options that cannot be followed.
     """
-    options = request.resolve(device_type, world_size)
+    silence_torch()
+    device_type = choose_device(request.device)
+    options = request.resolve(
+        device_type, world_size or count_ranks(request.ranks, device_type, request.backend)
+    )
     targets = [(load([name]), text) for name, text in map(split_target, request.suites)] or [(load(), "")]
     suites = tuple({suite.name: suite for loaded, _ in targets for suite in loaded}.values())
     refuse_foreign_options(suites, request.suite_options)
@@ -99,7 +108,13 @@ def select(request: RunRequest, device_type: DeviceType, world_size: int) -> Sel
     tasks = list_tasks(suites, options, request.filter, filters)
     if request.budget_s is not None:
         tasks = budget.by_importance(tasks)
-    return Selection(request, options, suites, tuple(tasks), filters)
+    selection = Selection(request, options, suites, tuple(tasks), filters)
+    if world_size is None and request.ranks is None and selection.is_simulated:
+        # One process measures simulated ranks. Further ranks would only wait, unless the cases depend on their number.
+        single = select(request, 1)
+        if [task.label for task in single.tasks] == [task.label for task in tasks]:
+            return single
+    return selection
 
 
 def agreement_of(selection: Selection) -> dict[str, str]:

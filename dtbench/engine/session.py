@@ -6,6 +6,7 @@ simulated ranks and then in a process group, and end with the exit code of rank 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
@@ -29,7 +30,7 @@ from dtbench.engine.sampling import Budget, Instruments, default_budget, measure
 from dtbench.engine.selection import Selection, agreement_of, refuse_other_run, select
 from dtbench.engine.tasks import Task, refinement_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
-from dtbench.machine.device import choose_device, is_gpu
+from dtbench.machine.device import is_gpu
 from dtbench.machine.host import boot_id
 from dtbench.machine.nvml import gpu_state
 from dtbench.machine.provenance import build_header
@@ -65,7 +66,7 @@ class Session:
         """Measures with the other ranks, and ends this process."""
         request, launch = self._request, self._spec.launch
         with self._rank as rank:
-            selection = select(request, choose_device(request.device), rank.env.world_size)
+            selection = select(request, rank.env.world_size)
             device_type = selection.options.device_type
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
             transport = choose_backend(device_type, request.backend) if communicates else None
@@ -73,41 +74,18 @@ class Session:
             # Ranks of another launcher have each named the file by their own clock.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:
-                self._recorder = RunRecorder(selection, self._open_file(selection), launch)
-            tasks = self._agree_on_tasks(selection)
-            if self._recorder is not None:
-                self._recorder.begin(tasks, self._spec.start_s)
+                self._recorder = RunRecorder(selection, self._spec, self._output, rank)
+            # Rank 0 chooses: the tasks that its file lacks, with the impls that it lacks.
+            impls = [] if self._recorder is None else self._recorder.remaining_impls()
+            chosen = zip(selection.tasks, rank.ranks.agree(impls, vote_of_rank_0), strict=True)
+            tasks = [dataclasses.replace(task, impls=tuple(impls)) for task, impls in chosen if impls]
             for result in self._measure(selection, tasks):
-                self._on_rank_0.record(result)
+                assert self._recorder is not None
+                self._recorder.record(result)
             rank.conclude(None if self._recorder is None else self._recorder.end())
         if launch + 1 < request.launches and not rank.is_ours:
             start_next_launch(launch + 1, self._output)
         rank.exit()
-
-    def _open_file(self, selection: Selection) -> RunWriter:
-        """Opens the run file of an earlier launch or run, or creates it."""
-        if self._spec.launch > 0 or self._spec.is_restart:
-            return RunWriter.resume(self._output)
-        previous = run_to_resume(selection, self._output)
-        if previous is None:
-            header = build_header(
-                argv=self._spec.argv,
-                options=selection.options,
-                suites=selection.suite_names,
-                mesh=() if selection.is_simulated else selection.options.mesh,
-                ranks=self._rank.infos,
-                backend=choose_backend(selection.options.device_type, self._request.backend),
-                launches=self._request.launches,
-            )
-            return RunWriter.create(self._output, header)
-        if previous.complete:
-            self._rank.stop_all(say_complete(previous))
-        return RunWriter.resume(previous, {"argv": mask_arguments(self._spec.argv)})
-
-    @property
-    def _on_rank_0(self) -> RunRecorder:
-        assert self._recorder is not None
-        return self._recorder
 
     def _measure(self, selection: Selection, tasks: Sequence[Task]) -> Iterator[Result]:
         """Measures the tasks and what the suites add to them; yields the results on rank 0."""
@@ -146,13 +124,6 @@ class Session:
                 if not real:
                     break
 
-    def _agree_on_tasks(self, selection: Selection) -> list[Task]:
-        """Returns the tasks that rank 0's file lacks, with the impls that it lacks."""
-        impls = [] if self._recorder is None else self._recorder.remaining_impls()
-        agreed = self._rank.ranks.agree(impls, vote_of_rank_0)
-        pairs = zip(selection.tasks, agreed, strict=True)
-        return [Task(task.suite, task.case, tuple(impls)) for task, impls in pairs if impls]
-
     def _agree_on_added_tasks(self, selection: Selection) -> list[Task]:
         """Returns what the suites want to measure beyond their listed cases, according to rank 0's results.
 
@@ -186,12 +157,47 @@ class Session:
 class RunRecorder:
     """Rank 0's view of the run: writes results to the run file, finds what the file lacks, and prints progress."""
 
-    def __init__(self, selection: Selection, writer: RunWriter, launch: int) -> None:
-        self.writer = writer
-        self.ok_results = sum(result.status == "ok" for result in writer.results.values())
-        self._progress = Progress()
-        self._selection = selection
-        self._launch = launch
+    def __init__(self, selection: Selection, spec: LaunchSpec, output: Path, rank: LaunchedRank) -> None:
+        """Opens the run file, or creates it, and prints the first line. Ends all ranks if the run is complete."""
+        request, options = selection.request, selection.options
+        is_continued = spec.launch > 0 or spec.is_restart
+        previous = None if is_continued else run_to_resume(selection, output)
+        if is_continued:
+            self.writer = RunWriter.resume(output)
+        elif previous is None:
+            header = build_header(
+                argv=spec.argv,
+                options=options,
+                suites=selection.suite_names,
+                mesh=() if selection.is_simulated else options.mesh,
+                ranks=rank.infos,
+                backend=choose_backend(options.device_type, request.backend),
+                launches=request.launches,
+            )
+            self.writer = RunWriter.create(output, header)
+        elif previous.complete:
+            rank.stop_all(say_complete(previous))
+        else:
+            self.writer = RunWriter.resume(previous, {"argv": mask_arguments(spec.argv)})
+        self.ok_results = sum(result.status == "ok" for result in self.writer.results.values())
+        self._selection, self._launch = selection, spec.launch
+        tasks = self._remaining(selection.tasks)
+        affordable = selection.affordable(tasks)
+        estimates_s = [budget.impl_s(task, options.quick) for task in affordable for _ in task.impls]
+        simulated = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
+        ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
+        if selection.is_simulated:
+            ranks = "in one process, which simulates its ranks"
+        elif simulated:
+            ranks += f", {' and '.join(simulated)} in one process"
+        words = [
+            f"{plural(len(estimates_s), 'result')} to measure {ranks},",
+            f"launch {spec.launch + 1} of {request.launches}," if request.launches > 1 else "",
+            "" if request.brief else f"into {self.writer.path}:",
+            budget.forecast(affordable, selection.tasks, options.quick, selection.measuring_processes),
+        ]
+        end_s = None if request.budget_s is None else spec.start_s + request.budget_s
+        self._progress = Progress(" ".join(filter(None, words)), estimates_s, end_s)
 
     def _remaining(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -210,32 +216,6 @@ class RunRecorder:
         if tasks:
             self._progress.more([budget.impl_s(task, options.quick) for task in tasks for _ in task.impls])
         return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in tasks]
-
-    def begin(self, tasks: Sequence[Task], start_s: float) -> None:
-        """Prints the first line.
-
-        Args:
-            tasks: what is to be measured.
-            start_s: when the run began, on the monotonic clock.
-        """
-        selection, request = self._selection, self._selection.request
-        options = selection.options
-        expected, quick = selection.affordable(tasks), options.quick
-        estimates = [budget.impl_s(task, quick) for task in expected for _ in task.impls]
-        simulated = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
-        ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
-        if selection.is_simulated:
-            ranks = "in one process, which simulates its ranks"
-        elif simulated:
-            ranks += f", {' and '.join(simulated)} in one process"
-        words = [
-            f"{plural(len(estimates), 'result')} to measure {ranks},",
-            f"launch {self._launch + 1} of {request.launches}," if request.launches > 1 else "",
-            "" if request.brief else f"into {self.writer.path}:",
-            budget.forecast(expected, selection.tasks, quick, selection.measuring_processes),
-        ]
-        end_s = None if request.budget_s is None else start_s + request.budget_s
-        self._progress.begin(" ".join(word for word in words if word), estimates, end_s)
 
     def record(self, result: Result) -> None:
         try:

@@ -44,7 +44,7 @@ def profile(request: ProfileRequest) -> int:
     with print_status_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
-        tasks = request.tasks(device_type, nproc)
+        tasks = request.tasks(nproc)
     check_output_path(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
         return _profile_calls(request, tasks, device_type)

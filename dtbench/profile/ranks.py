@@ -145,7 +145,7 @@ class RankProfile:
         """Profiles all cases, writes the folder on rank 0 and exits."""
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
-            tasks = self._request.tasks(device_type, self._place.world_size)
+            tasks = self._request.tasks(self._place.world_size)
             if tasks[0].suite.world != "ranks":
                 raise UsageError(
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"

@@ -13,7 +13,6 @@ from dtbench.engine.options import RunRequest, split_target
 from dtbench.engine.selection import select
 from dtbench.engine.tasks import Task, matcher
 from dtbench.errors import UsageError
-from dtbench.suite import DeviceType
 
 # Readers look at one case at a time, and each takes seconds to measure and hundreds of events to draw.
 MAX_CASES = 24
@@ -36,14 +35,14 @@ class ProfileRequest:
     folder: Path
     filter_text: str = ""
 
-    def tasks(self, device_type: DeviceType, world_size: int) -> list[Task]:
+    def tasks(self, world_size: int) -> list[Task]:
         """Returns the cases to profile, the same on every rank.
 
         Raises:
             UsageError: there is no such suite or case, or too many cases match.
         """
         # --filter is applied after the case's name, so that a message can list similar names.
-        return choose(select(self.options, device_type, world_size).tasks, self.case, self.filter_text)
+        return choose(select(self.options, world_size).tasks, self.case, self.filter_text)
 
 
 def make_request(target: str, filter_text: str, output: Path | None, options: RunRequest) -> ProfileRequest:

@@ -220,8 +220,7 @@ class Rounds(CollectiveSchedule):
     def finish(self) -> None:
         """Replaces this rank's times by the slowest rank's, and records bandwidths and counters."""
         workload, case, stats = self.subject.workload, self.case, self.benchmark.stats
-        count = workload.counters or dict
-        counters = self.subject.attempt(lambda: dict(count()))
+        counters = self.subject.counters()
         rank_samples = self.samples[-self.rounds :] if stats is not None and workload.participates else None
         agreed = self.vote(rank_samples, slowest)
         if stats is None:  # --benchmark-disable

@@ -233,11 +233,6 @@ def _builtin(name: str) -> Suite:
     return suites[0] if suites else _registered[name]
 
 
-def _is_builtin(suite: Suite) -> bool:
-    """Whether the suite belongs to a built-in module, which a user's file may import."""
-    return str(getattr(suite.cases, "__module__", "")).startswith(f"{BUILTIN_PACKAGE}.")
-
-
 def _load_file(path: Path) -> list[Suite]:
     refuse_other_kind(path, "a suite")
     registered_before = dict(_registered)
@@ -271,8 +266,12 @@ def _load_file(path: Path) -> list[Suite]:
         raise UsageError(f"the suite file {path} failed to load: {reason}") from error
     finally:  # last on sys.path for dtbench's later imports
         sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
+    # A user's file may import built-in modules, which register their own suites.
     new = [
-        s for name, s in _registered.items() if registered_before.get(name) is not s and not _is_builtin(s)
+        suite
+        for name, suite in _registered.items()
+        if registered_before.get(name) is not suite
+        and not str(getattr(suite.cases, "__module__", "")).startswith(f"{BUILTIN_PACKAGE}.")
     ]
     if not new:
         raise UsageError(

@@ -4,6 +4,7 @@ An import of torch takes seconds of a core, and a run on two ranks needs three. 
 of a signal or of what a fresh process finds start fresh ones; the others are forked, and so are their ranks.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -132,4 +133,4 @@ def _enter(argv: Sequence[str], env: dict[str, str], files: list[str], cwd: str)
     vars(forkserver._forkserver)["ensure_running"] = lambda: None
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
     sys.argv = [*argv]
-    cli.main((lambda: join_launch(argv[1])) if argv[0] == RANK[-1] else None)
+    cli.main((lambda: join_launch(json.loads(Path(argv[1]).read_text()))) if argv[0] == RANK[-1] else None)

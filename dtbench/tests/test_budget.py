@@ -120,17 +120,15 @@ def test_first_curve_of_a_suite_may_take_twice_its_share(left_s: float, allowed:
 
 def test_progress_prints_the_time_left_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 0.0
-    progress, result = (
-        Progress(lambda: now_s),
-        made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3]),
-    )
-    progress.begin("so much", [1.0] * 5 + [2.0] * 5)  # the later ones take twice as long
+    result = made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3])
+    estimates_s = [1.0] * 5 + [2.0] * 5  # the later ones take twice as long
+    progress = Progress("so much", estimates_s, clock=lambda: now_s)
     for seconds in [40.0] * 5 + [80.0] * 5:
         now_s += seconds
         progress.result(result)
-    progress.begin("so long", [1.0] * 5, end_s=now_s + 100.0)
+    progress = Progress("so long", [1.0] * 5, now_s + 100.0, lambda: now_s)
     now_s += 70.0
     progress.result(result)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith("left")]
     assert lines[:2] == ["result 2 of 10, about 9 min left", "result 4 of 10, about 7 min left"]
-    assert lines[-1] == "11 results, about 30 s left"
+    assert lines[-1] == "1 result, about 30 s left"

@@ -331,7 +331,7 @@ def test_failure_reason_is_masked() -> None:
         raise OSError("no answer from https://me:hunter2@host to --api-key hunter2")
 
     subject = Subject(Case("a", {}, {"core": fail}), "core")
-    subject.build(None)  # type: ignore[arg-type]
+    subject.attempt(lambda: subject.build(None))  # type: ignore[arg-type]
     assert subject.failure is not None and subject.failure[1].startswith(
         "OSError: no answer from https://***@host to --api-key *** (test_sampling.py:"
     )
