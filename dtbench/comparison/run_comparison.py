@@ -285,8 +285,7 @@ def _nothing_shared(base: Collection[CaseKey], head: Collection[CaseKey]) -> str
 def _exit_code(rows: Sequence[ComparedCase]) -> int:
     """Returns 1 for a regression, 4 if nothing is comparable, 3 if a case is undecided, else 0."""
     verdicts = {row.verdict for row in rows}
-    newly_failed = any(row.verdict is Verdict.FAILED and row.base_launches for row in rows)
-    if newly_failed or Verdict.SLOWER in verdicts:
+    if any(row.verdict is Verdict.FAILED and row.base_launches for row in rows) or Verdict.SLOWER in verdicts:
         return errors.EXIT_REGRESSION
     if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
         return errors.EXIT_NOTHING
@@ -298,11 +297,11 @@ def _exit_code(rows: Sequence[ComparedCase]) -> int:
 def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> ComparedCase:
     base_times, head_times = _launch_times(base), _launch_times(head)
     result = [*head, *base][0]
-    effect = None
-    if base_times and head_times and _first_reason(head, "failed", "wrong") is None:
-        verdict, reason, effect = compare_launches(base_times, head_times)
-    else:
-        verdict, reason = _verdict_without_times(base, head)
+    verdict, reason, effect = (
+        compare_launches(base_times, head_times)
+        if base_times and head_times and _first_reason(head, "failed", "wrong") is None
+        else (*_verdict_without_times(base, head), None)
+    )
     suite, name, impl, params = key
     return ComparedCase(
         suite=suite,
@@ -324,8 +323,7 @@ def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> Compa
 
 def _verdict_without_times(base: list[Result], head: list[Result]) -> tuple[Verdict, str]:
     """Returns verdict and reason of a case that lacks times on a side or failed in head."""
-    failure = _first_reason(head, "failed", "wrong")
-    if failure is not None:
+    if (failure := _first_reason(head, "failed", "wrong")) is not None:
         return Verdict.FAILED, failure
     if not base:
         return Verdict.NEW, ""
@@ -345,8 +343,7 @@ def _launch_times(results: list[Result]) -> list[float]:
 
 def _first_reason(results: list[Result], *statuses: str) -> str | None:
     """Returns status and reason of the first result with one of the statuses, else None."""
-    first = next((result for result in results if result.status in statuses), None)
-    if first is None:
+    if (first := next((result for result in results if result.status in statuses), None)) is None:
         return None
     return f"{first.status}: {first.reason}" if first.reason else first.status
 
@@ -405,8 +402,7 @@ def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase
         )
     if {run.header.run_id for run in base} & {run.header.run_id for run in head}:
         notes.append("the same run is on both sides")
-    doubtful = sum(r.status == "ok" and bool(r.reason) for run in [*base, *head] for r in run.results)
-    if doubtful:
+    if doubtful := sum(r.status == "ok" and bool(r.reason) for run in [*base, *head] for r in run.results):
         notes.append(f"{plural(doubtful, 'result')} with a caveat, e.g. a throttled GPU: see dtbench show")
     variables = sorted({name for run in [*base, *head] for name in run.header.env})
     differences = _differing_facts(base, head, lambda header: _setup_facts(header, variables))
@@ -441,7 +437,7 @@ def _listed(facts: frozenset[str]) -> str:
 
 
 def _machine_facts(header: Header) -> dict[str, str]:
-    """Returns what times depend on besides the code, by name; "" for a fact that the run does not record."""
+    """Returns the facts besides the code on which times depend, by name; "" for a fact that is not recorded."""
     cpu, gpus = header.machine.cpu, header.machine.gpus
     facts: dict[str, Iterable[object]] = {
         "CPU": [cpu.model],
@@ -467,7 +463,6 @@ def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
         header.options.get("dtypes"),
     )
     cores = None if cpu.usable_cores is None else f"{cpu.usable_cores} cores"
-    names = ("torch", "python", "backend", "nccl")
     facts: dict[str, Iterable[object]] = {
         "the hosts differ": sorted({str(r.host) for r in header.ranks}),
         "the CPU differs": (cpu.model, cores, cpu.governor),
@@ -477,7 +472,11 @@ def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
                 for gpu in header.machine.gpus
             }
         ),
-        "the versions differ": (f"{name} {versions[name]}" for name in names if versions.get(name)),
+        "the versions differ": (
+            f"{name} {versions[name]}"
+            for name in ("torch", "python", "backend", "nccl")
+            if versions.get(name)
+        ),
         "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
         "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
         "one side is a quick run": ("--quick" if header.options.get("quick") else "full",),

@@ -68,8 +68,12 @@ def bucket_choices(runs: Iterable[Run]) -> list[BucketChoice]:
             params, time_s = result.params, result.estimate_s
             if result.impl != "core" or not time_s or not {"bucket_bytes", "tensor_bytes"} <= params.keys():
                 continue
-            mesh_dim, dtype = str(params.get("mesh_dim", "")), str(params.get("dtype", ""))
-            group = BucketGroup(mesh_dim, int(params.get("ranks", 0)), dtype, int(params["tensor_bytes"]))
+            group = BucketGroup(
+                str(params.get("mesh_dim", "")),
+                int(params.get("ranks", 0)),
+                str(params.get("dtype", "")),
+                int(params["tensor_bytes"]),
+            )
             launches = times[group, int(params.get("total_bytes", 0))]
             launches.setdefault((run.header.run_id, result.launch), {})[int(params["bucket_bytes"])] = time_s
     choices = []

@@ -89,8 +89,7 @@ def estimate_collective(dim: Dim, collective: str, ranks: int, size_bytes: int) 
         ranks: ranks per group, at least 2.
         size_bytes: the size of the tensor of one group.
     """
-    curve = dim.collectives.get(collective)
-    if curve is None:
+    if (curve := dim.collectives.get(collective)) is None:
         estimated = _by_formula(dim, collective, size_bytes)
     elif size_bytes > curve.table[-1].size_bytes and not _grows(curve):
         estimated = _by_other_slopes(dim, collective, size_bytes)
@@ -164,5 +163,6 @@ def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us
 
 def ring_us(collective: str, size_bytes: float, ranks: int, constants: Constants | Dim) -> float:
     """Returns the microseconds of the ring formula."""
-    ring = Ring(ranks, constants.bandwidth_GiBps, constants.latency_us_per_hop)
-    return ring.collective_us(collective, size_bytes)
+    return Ring(ranks, constants.bandwidth_GiBps, constants.latency_us_per_hop).collective_us(
+        collective, size_bytes
+    )

@@ -24,7 +24,10 @@ _ASSUMPTIONS = {
 
 
 def extremes(job: Job) -> list[RankJob]:
-    """Returns the ranks to show: those that arrived last most and least often; of equals, by the length of the step."""
+    """Returns the ranks to show: those that arrived last most often and least often.
+
+    Ranks that arrived last equally often are ordered by the length of their step.
+    """
     last_counts = sum((Counter(waits.last_counts) for waits in job.waits), Counter[str]())
     ranks = sorted(job.ranks, key=lambda rank: (last_counts[str(rank.rank)], rank.mean_step.step_s))
     half = MOST_RANKS // 2
@@ -55,9 +58,8 @@ def headline(job: Job) -> tuple[str, str]:
 
 def findings(job: Job, analysis: JobAnalysis) -> list[str]:
     """Returns the most important sentences: slower or faster parts, changed calls, late ranks, and the headline."""
-    changed = [row for row in analysis.time_changes if row.verdict in (Verdict.SLOWER, Verdict.FASTER)]
     sentences = [
-        *map(_change, changed),
+        *(_change(r) for r in analysis.time_changes if r.verdict in (Verdict.SLOWER, Verdict.FASTER)),
         *map(str, (*analysis.call_changes[:MOST_CALLS], *analysis.late_ranks)),
     ]
     return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences), headline(job)[1]]
@@ -84,10 +86,13 @@ def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Tab
     return [table for table in candidates if table.total_rows]
 
 
-def _table(title: str, job: Job, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Builds a table without empty columns. Headers of numeric columns begin with ">"."""
-    cells = [[MISSING if row[i] in ("", "-") else row[i] for row in rows] for i in range(len(heads))]
-    filled = [(head, column) for head, column in zip(heads, cells, strict=True) if {*column} != {MISSING}]
+def _table(title: str, job: Job, heads: str, rows: Sequence[Sequence[str]]) -> Table:
+    """Builds a table without empty columns. Commas separate the headers; those of numbers begin with ">"."""
+    columns = {
+        head: [MISSING if row[i] in ("", "-") else row[i] for row in rows]
+        for i, head in enumerate(heads.split(","))
+    }
+    filled = [(head, column) for head, column in columns.items() if {*column} != {MISSING}]
     per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
     return Table(
         f"{title}, {per}", [TableColumn(head.lstrip(">"), column, head[0] == ">") for head, column in filled]
@@ -112,7 +117,6 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
         ranks_with_calls = len({c.rank for c in dim_calls})
         exposed_s = sum(d.exposed_s / steps[rank.rank] for rank, d in timed)
         largest = max((c for c in dim_calls if c.busbw), key=lambda c: c.bytes or 0, default=None)
-        same_kind = [c for c in dim_calls if largest and c.kind == largest.kind]
         rows.append(
             [
                 dim,
@@ -128,14 +132,15 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
                 format_seconds(exposed_s / ranks),
                 _percent(exposed_s / step_s),
                 f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "",
-                format_bandwidth(_busbw(same_kind)),
+                format_bandwidth(_busbw([c for c in dim_calls if largest and c.kind == largest.kind])),
             ]
         )
-    heads = (
-        "Mesh dim,Last rank,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>exposed/step,"
-        "Largest call,>its busbw"
+    return _table(
+        "Communication by mesh dim",
+        job,
+        "Mesh dim,Last rank,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>exposed/step,Largest call,>its busbw",
+        rows,
     )
-    return _table("Communication by mesh dim", job, heads.split(","), rows)
 
 
 def _mean_s(calls: Sequence[Collective]) -> float:
@@ -193,8 +198,12 @@ def _collectives(
     shown = [row for _, row in sorted(rows, key=lambda pair: -pair[0])][
         : MOST_COLLECTIVES if screen else None
     ]
-    heads = "Mesh dim,Collective,Dtype,>Size,>calls,>time,>per call,>without waiting,>busbw,>of calibrated,Called from"
-    return _table(f"Collectives, {len(shown)} of {len(rows)} by time", job, heads.split(","), shown)
+    return _table(
+        f"Collectives, {len(shown)} of {len(rows)} by time",
+        job,
+        "Mesh dim,Collective,Dtype,>Size,>calls,>time,>per call,>without waiting,>busbw,>of calibrated,Called from",
+        shown,
+    )
 
 
 def _of_calibrated(share: float | None) -> str:
@@ -221,8 +230,12 @@ def _ranks(job: Job, screen: bool) -> Table:
                 "" if screen else rank.source,
             ]
         )
-    heads = ">Rank,Last,>step,>computation,>exposed,>idle,>copies only,>exposed/step,>communication,>host-bound,Trace"
-    return _table(f"Ranks, {len(rows)} of {len(job.ranks)}", job, heads.split(","), rows)
+    return _table(
+        f"Ranks, {len(rows)} of {len(job.ranks)}",
+        job,
+        ">Rank,Last,>step,>computation,>exposed,>idle,>copies only,>exposed/step,>communication,>host-bound,Trace",
+        rows,
+    )
 
 
 def sentences(analysis: JobAnalysis) -> dict[str, list[str]]:

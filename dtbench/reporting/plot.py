@@ -113,8 +113,7 @@ def _points(axes: Axes, rows: Mapping[str, Sequence[_Case]], y: str) -> None:
     points = [(row, case) for row, (_, impls) in enumerate(shown) for case in impls]
     for impl, members in group_by(points, lambda pair: pair[1][0].impl).items():
         values = [_median(case, y) / scale for _, case in members]
-        high = [_spread(case, y) / scale for _, case in members]
-        spread = [[0.0] * len(values), high]
+        spread = [[0.0] * len(values), [_spread(case, y) / scale for _, case in members]]
         axes.errorbar(values, [p for p, _ in members], xerr=spread, fmt="o", label=impl, capsize=2)
     axes.set_yticks(range(len(shown)), [name for name, _ in shown], fontsize="small")
     if len(rows) > MAX_ROWS:

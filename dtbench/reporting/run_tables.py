@@ -249,8 +249,9 @@ def _row_per_impl(
         ((cells, unit),) = _in_one_unit(kind, [values])
         columns.append(TableColumn(kind, cells, True, unit))
     if ratios:
-        core_ratios = [ratios[case] if impl == "core" else "" for case, impl in rows]
-        columns.append(TableColumn("core/torch", core_ratios, True))
+        columns.append(
+            TableColumn("core/torch", [ratios[case] if impl == "core" else "" for case, impl in rows], True)
+        )
     return columns
 
 
@@ -271,12 +272,13 @@ def _print_not_ok(console: Console, run: Run) -> None:
     )
     terminal.print_line(console, "")
     for (status, suite, impl, reason), results in islice(groups.items(), terminal.MAX_ROWS):
-        texts = (
-            [f"{name}={terminal.param_text(name, value)}" for name, value in r.params.items()]
-            for r in results
-        )
         names = list(
-            dict.fromkeys(" ".join([r.name, *params]) for r, params in zip(results, texts, strict=True))
+            dict.fromkeys(
+                " ".join(
+                    [r.name, *(f"{name}={terminal.param_text(name, v)}" for name, v in r.params.items())]
+                )
+                for r in results
+            )
         )
         shown = "; ".join(names[:_MAX_NAMES]) + f"; and {len(names) - _MAX_NAMES} more" * (
             len(names) > _MAX_NAMES
@@ -330,8 +332,7 @@ def choose(runs: Sequence[Run], text: str, sort: str) -> list[Run]:
 def _sorted(results: Sequence[Result], sort: str) -> list[Result]:
     name = sort.removeprefix("-")
     cases = group_by(results, lambda r: (r.suite, r.name, tuple(sorted(r.params.items())))).values()
-    keyed = [(value, case) for case in cases if (value := _value(name, case)) is not None]
-    if not keyed:
+    if not (keyed := [(value, case) for case in cases if (value := _value(name, case)) is not None]):
         params = ", ".join(dict.fromkeys(param for r in results for param in r.params))
         raise UsageError(
             f"--sort {sort}: no case has it; expected {', '.join((*_FIGURES, _RATIO))} or a param: {params}"

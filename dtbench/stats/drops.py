@@ -101,8 +101,11 @@ def drops_of(results: Iterable[Result]) -> list[BandwidthDrop]:
     for (name, _, params), curve in curves.items():
         by_size = sorted(group_by(curve, lambda r: r.size_bytes or 0).items())
         times = [size / median(r.busbw_Bps or 0.0 for r in launches) for size, launches in by_size]
-        settings = [p for p in params if p[0] not in ("mesh_dim", "ranks")]
-        setting = ", ".join(f"{k}={v}" for k, v in settings if curves_with[k, v] < len(curves))
+        setting = ", ".join(
+            f"{name}={value}"
+            for name, value in params
+            if name not in ("mesh_dim", "ranks") and curves_with[name, value] < len(curves)
+        )
         mesh_dim = str(dict(params).get("mesh_dim", "the mesh"))
         drops += drops_of_curve([size for size, _ in by_size], times, name, mesh_dim, setting)
     return drops

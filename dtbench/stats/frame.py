@@ -181,8 +181,7 @@ def cells(column: pd.Series[Any]) -> list[Any]:
 
 def impls_of(cases: pd.DataFrame) -> list[str]:
     """Returns the implementations of a `cases_frame`, in the order of first appearance."""
-    impls = cases.columns.get_level_values(1)
-    return list(impls[cases.columns.get_level_values(0) == "estimate_s"])
+    return list(cases.columns.get_level_values(1)[cases.columns.get_level_values(0) == "estimate_s"])
 
 
 def names_of(cases: pd.DataFrame, prefix: str) -> list[str]:

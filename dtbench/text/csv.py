@@ -22,10 +22,9 @@ def to_csv(frame: pd.DataFrame, float_format: str | None = None) -> str:
         text = plain(value)
         return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
-    texts = frame.select_dtypes(["string", "object"])
     unsafe = [
         name
-        for name, column in texts.items()
+        for name, column in frame.select_dtypes(["string", "object"]).items()
         if any(safe_cell(value) != value for value in column.dropna().unique())
     ]
     safe = frame.assign(**{str(name): frame[name].map(safe_cell) for name in unsafe}).rename(columns=plain)

@@ -29,10 +29,9 @@ def mask(text: str) -> str:
 
 def mask_arguments(argv: Sequence[str]) -> list[str]:
     """Masks the secrets in the arguments of a command line."""
-    names = ("", *argv)
     return [
         MASK if name.startswith("-") and is_secret(name) else mask(arg)
-        for name, arg in zip(names, argv, strict=False)
+        for name, arg in zip(("", *argv), argv, strict=False)
     ]
 
 

@@ -236,8 +236,7 @@ def why_left_out(dim: MeasuredDim) -> str | None:
     """Returns the reason why latency and bandwidth cannot be fitted to a dim, or None."""
     if dim.ranks == 1:
         return "it has a single rank, which does not communicate"
-    sizes = {point.size_bytes for _, point in _ring_points(dim)}
-    if not sizes:
+    if not (sizes := {point.size_bytes for _, point in _ring_points(dim)}):
         return f"no ok results of {', '.join(RING_COLLECTIVES)}"
     if len(sizes) < 2:
         return "a single size does not determine latency and bandwidth; measure a range of sizes"
@@ -246,8 +245,7 @@ def why_left_out(dim: MeasuredDim) -> str | None:
 
 def _builtin(layout: HostLayout, residuals: Residuals, ranks: int) -> BuiltIn | None:
     """Returns torch's constants for the reported layout of the ranks, and their errors."""
-    link = builtin_link(layout)
-    if link is None:
+    if (link := builtin_link(layout)) is None:
         return None
     constants = Constants(bandwidth_GiBps=link.bandwidth, latency_us_per_hop=link.latency_us)
     logs = np.log(
@@ -284,8 +282,7 @@ def _residuals(ring: RingPoints, ranks: int, constants: Constants) -> Residuals:
 def _data_warnings(dim: MeasuredDim) -> Iterator[str]:
     if dim.sharing == "alone" and dim.groups > 1:
         yield "measured with only one group at work; DTensor uses all groups of a dim at once, which may be slower"
-    missing = [name for name in RING_COLLECTIVES if name not in dim.collectives]
-    if missing:
+    if missing := [name for name in RING_COLLECTIVES if name not in dim.collectives]:
         yield f"no results of {', '.join(missing)}: latency and bandwidth are fitted to the other collectives"
     if not dim.own_times:
         yield "the file lacks the ranks' own samples: times include waiting for the last rank"

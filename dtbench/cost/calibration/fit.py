@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class FittedLine:
-    """The line time_us = base + intercept * (its regressor) + slope * (its regressor), with both at least 0.
+    """A line fitted to times in microseconds, see `fit_line`. Both constants are at least 0.
 
     Attributes:
         intercept: us, or us per hop.

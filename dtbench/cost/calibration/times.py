@@ -106,8 +106,7 @@ class CallTimes:
     def only(self, sizes: Iterable[float]) -> CallTimes:
         """Returns the times at these sizes."""
         selected = set(sizes)
-        points = tuple(point for point in self.points if point.size_bytes in selected)
-        return CallTimes(self.name, self.dtype, points)
+        return dataclasses.replace(self, points=tuple(p for p in self.points if p.size_bytes in selected))
 
 
 def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
@@ -151,8 +150,7 @@ def times_by_name(results: LaunchResults, groups: Groups, warnings: list[str]) -
     for name, results_of_name in sorted(group_by(results, lambda entry: entry.result.name).items()):
         by_dtype = group_by(results_of_name, lambda entry: str(entry.result.params.get("dtype", "unknown")))
         calls = [CallTimes(name, dtype, _points(part, groups)) for dtype, part in sorted(by_dtype.items())]
-        calls = [call for call in calls if call.points]
-        if calls:
+        if calls := [call for call in calls if call.points]:
             chosen[name] = min(
                 calls, key=lambda call: (call.dtype != "float32", -len(call.points), call.dtype)
             )
@@ -373,8 +371,7 @@ def _contention(
 
 def _host_layout(reported: DimLayout | None, slowest_over_fastest: float, warnings: list[str]) -> HostLayout:
     """Returns the layout of the dim's groups on hosts. reported: from the run's ranks, or None."""
-    mixed = slowest_over_fastest > MIXED_FACTOR
-    if mixed:
+    if mixed := slowest_over_fastest > MIXED_FACTOR:
         warnings.append(
             f"mixed dim: its slowest group takes {slowest_over_fastest:.2f}x as long as its fastest;"
             " its times are those of the slowest"
@@ -415,8 +412,7 @@ def _slowest_over_fastest(results: LaunchResults, groups: Groups) -> float:
         and ranks <= entry.result.rank_samples_s.keys()
     ]
     by_group = [samples_us(large, [group]) for group in groups]
-    complete = [row for row in zip(*by_group, strict=True) if all(samples.size for samples in row)]
-    if not complete:
+    if not (complete := [row for row in zip(*by_group, strict=True) if all(samples.size for samples in row)]):
         return 1.0
     estimates = np.array(quartiles([samples for row in complete for samples in row]))
     estimates = estimates.reshape(len(complete), len(groups))

@@ -212,8 +212,7 @@ def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) ->
     errors: dict[str, _Errors] = {}
     for dim in dims:
         for kind, call in dim.all_calls():
-            curve = models.curve(dim.name, kind, call.name)
-            if curve is None:
+            if (curve := models.curve(dim.name, kind, call.name)) is None:
                 continue
             group = errors.setdefault(_group_name(kind, call.name), _Errors())
             group.one_launch |= curve.launches == 1
@@ -276,8 +275,7 @@ def _common(
                 "calibrate with that one"
             )
     fitted = {dim.name: dim.ranks for dim in topology.dims}
-    common = [dim for dim in measured if fitted.get(dim.name) == dim.ranks and [*dim.all_calls()]]
-    if not common:
+    if not (common := [dim for dim in measured if fitted.get(dim.name) == dim.ranks and [*dim.all_calls()]]):
         dims = ", ".join(f"{name}={ranks}" for name, ranks in fitted.items())
         raise UsageError(
             f"{path} has measured none of the topology's mesh dims ({dims}), but {_names(measured)}: "

@@ -289,8 +289,7 @@ class NodeLinks:
 
     def _predict_in_node(self, name: str, size_bytes: float, ranks: int) -> float:
         """Predicts a collective of ranks within a node."""
-        curves = self._curves.get(name)
-        if curves is None:  # a ring needs half the steps of its all-reduce
+        if (curves := self._curves.get(name)) is None:  # a ring needs half the steps of its all-reduce
             return self._predict_in_node("all_reduce", size_bytes, ranks) / 2
         measured = sorted(curves)
         upper = next((count for count in measured if count >= ranks), measured[-1])
@@ -326,8 +325,7 @@ class TopologyLinks:
         return self._seconds("all_reduce", size_bytes / tp, 2, inner < self.gpus_per_node) / 2
 
     def _seconds(self, name: str, size_bytes: float, ranks: int, intra_host: bool) -> float:
-        dims = self.topology.dims
-        if not dims:
+        if not (dims := self.topology.dims):
             raise UsageError(
                 "the topology has no mesh dim, expected at least one: calibrate a run of the suite collectives"
             )

@@ -382,8 +382,7 @@ def _measured(row: CsvRow, machine: MachineSpec, software: Software, sequence: i
 
 
 def _time_column(row: CsvRow) -> str:
-    time = next((column for column in TIME_COLUMNS if row.text(column)), None)
-    if time is None:
+    if (time := next((column for column in TIME_COLUMNS if row.text(column)), None)) is None:
         raise InexpressibleError("the time is missing")
     if not row.text(time).strip("0."):
         raise InexpressibleError(f"{time} is rounded to 0")
@@ -401,11 +400,9 @@ def _refuse(row: CsvRow, machine: MachineSpec) -> None:
 
 
 def _model(row: CsvRow) -> TransformerModel:
-    name = row.text("model")
-    if not name:
+    if not (name := row.text("model")):
         return gpt(*(row.count(column) for column in _MODEL_SIZES))
-    model = find_model(name) if name.endswith(".json") else model_called(name)
-    if model is None:
+    if (model := find_model(name) if name.endswith(".json") else model_called(name)) is None:
         raise InexpressibleError(
             f"unknown model {name[:40]}: replace it by the path of a model file, in the format of --model"
         )
@@ -467,9 +464,8 @@ def _fsdp(row: CsvRow, copies: int, cp: int) -> int:
 def _recompute(row: CsvRow) -> Recompute:
     text = row.text("recomputation").lower()
     value = {"": "none", "true": "full", "false": "none"}.get(text, text)
-    for kind in RECOMPUTE:
-        if kind == value:
-            return kind
+    if kind := next((kind for kind in RECOMPUTE if kind == value), None):
+        return kind
     raise row.wrong(f"recomputation is {ascii(text)[:40]}, expected one of none, selective, full")
 
 

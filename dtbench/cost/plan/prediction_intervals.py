@@ -76,8 +76,7 @@ def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> ErrorBounds:
 
 def interval(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> tuple[float, float] | None:
     """Returns the 90 % interval of measured over predicted time; None if no step was measured on the machine."""
-    error = machine.error
-    if error is None:
+    if (error := machine.error) is None:
         return None
     kind = kind_of(job, layout, machine)
     low, high = error.kinds.get(kind, (error.low, error.high))

@@ -101,8 +101,7 @@ def search_layouts(job: TrainingJob, machine: MachineSpec, links: Links, limit_b
             f"no layout divides a batch of {job.batch} sequences over {job.gpus} GPUs: expected --batch to be a "
             "multiple of the number of GPUs, or of a large divisor of it"
         )
-    fitting = [layout for layout, memory in memories.items() if memory.total <= limit_bytes]
-    if not fitting:
+    if not (fitting := [layout for layout, memory in memories.items() if memory.total <= limit_bytes]):
         layout, memory = min(memories.items(), key=lambda item: item[1].total)
         raise UsageError(
             f"{job.model.name} does not fit on {job.gpus} GPUs with {format_bytes(limit_bytes)} each: the smallest "

@@ -176,7 +176,7 @@ def _from_hugging_face(path: Path, content: Mapping[str, object]) -> dict[str, o
 
 
 def make_model(label: str, name: str, keys: Mapping[str, object]) -> TransformerModel:
-    """Makes a model of the keys of a file.
+    """Makes a model from the keys of a file.
 
     Args:
         label: beginning of error messages.
@@ -289,8 +289,7 @@ class TrainingLayout:
             f" {name}={ranks}" for name, ranks in (("cp", self.cp), ("ep", self.ep)) if ranks > 1
         )
         phrases = [f"tp={self.tp} pp={self.pp} {data}{optional}", f"micro batch {self.micro_batch}"]
-        if self.chunks > 1:
-            phrases.append(f"{self.chunks} chunks")
+        phrases += [f"{self.chunks} chunks"] * (self.chunks > 1)
         return ", ".join([*phrases, *([f"{self.recompute} recomputation"] * (self.recompute != "none"))])
 
 

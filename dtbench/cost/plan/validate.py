@@ -108,8 +108,7 @@ def steps_file(
             f"the layout with the fastest prediction is slower than the fastest by {fmean(losses):.1%}, mean over "
             f"{plural(len(losses), 'job')}; median {median(losses):.1%}; at most {max(losses):.1%}"
         )
-    is_inside = [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]
-    if is_inside:
+    if is_inside := [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]:
         verdict.append(
             f"{sum(is_inside)} of {len(is_inside)} measured times inside the 90 % interval ({fmean(is_inside):.1%})"
         )

@@ -136,19 +136,20 @@ def _size_tick(value: float) -> str:
 
 def round_ticks(low: float, high: float) -> list[list[float]]:
     """Returns sets of at most six round ticks, the densest first, and a denser one for very small ranges."""
-    locators = (MaxNLocator(count, steps=[1, 2, 5, 10]) for count in (5, 4, 3, 2, 8))
-    return [list(map(float, locator.tick_values(low, high))) for locator in locators]
+    return [
+        list(map(float, MaxNLocator(count, steps=[1, 2, 5, 10]).tick_values(low, high)))
+        for count in (5, 4, 3, 2, 8)
+    ]
 
 
 def _log_ticks(low: float, high: float, max_ticks: int = 6) -> list[list[float]]:
-    """Returns sets of at most `count` ticks: 1-2-5, 1-3, powers of ten, every second power of ten, ..."""
+    """Returns sets of at most `max_ticks` ticks: 1-2-5, 1-3, powers of ten, every second power of ten, ..."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     digits = [((1, 2, 5), 1), ((1, 3), 1), *(((1,), stride) for stride in range(1, last - first + 2))]
     sets = [
-        [d * 10.0**k for k in range(first, last + 1, stride) for d in tick_digits]
+        [t for k in range(first, last + 1, stride) for d in tick_digits if low <= (t := d * 10.0**k) <= high]
         for tick_digits, stride in digits
     ]
-    sets = [[t for t in ticks if low <= t <= high] for ticks in sets]
     return [ticks for ticks in sets if len(ticks) <= max_ticks]
 
 

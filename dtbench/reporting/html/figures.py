@@ -22,8 +22,8 @@ from dtbench.reporting.html.svg import FONT_PX, STAND_IN, draw, text_px
 
 # Limits for a readable figure; the tables have all cases.
 MAX_PANELS, MAX_DOT_ROWS = 24, 18
-# Approximate limit for the marks of a line (up to twice as many are drawn). More would overlap, and take most of the
-# time of a page.
+# Approximate limit for the marks of a line (up to twice as many are drawn). More marks would overlap, and drawing them
+# would take most of the time of a page.
 MOST_MARKS = 200
 # Panels that are not folded, two rows of small ones.
 MAX_SHOWN = 6
@@ -228,8 +228,7 @@ def curves(
         max_px: largest height of a panel.
     """
     panels = [panel for panel in panels if panel.series]
-    series = [curve for panel in panels for curve in panel.series]
-    if not series:
+    if not (series := [curve for panel in panels for curve in panel.series]):
         return None
     if x is None:  # an axis of measured sizes: lines without marks are not measurements
         measured = [curve for curve in series if styles[curve.label].marker] or series

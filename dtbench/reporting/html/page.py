@@ -96,7 +96,7 @@ def _render(material: Material) -> str:
         "failures": front.failures(sources.runs),
         "generator": GENERATOR,
     }
-    # Data that cannot fit is not even formatted: for a hundred thousand results that takes longer than all the rest.
+    # Data that cannot fit is not formatted: formatting a hundred thousand results takes longer than all other work.
     results = sum(len(run.results) for run in (*sources.runs, *sources.baseline))
     fits = results * LEAST_RESULT_BYTES <= BUDGET_BYTES
     raw = csv_link(sources.runs) if sources.runs and fits else None

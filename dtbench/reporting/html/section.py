@@ -218,7 +218,7 @@ class Part:
         title: title of its section.
         fill: adds figures, tables and texts to the section.
         suites: suites that only this part shows.
-        missing: command to name if there is no data; "": the section is then left out.
+        missing: command that the page shows if there is no data. If it is "", the section is left out.
         measures_links: whether the times depend on links. If ranks share cores, such a part has no headline.
     """
 

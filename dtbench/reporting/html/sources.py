@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
@@ -30,12 +30,20 @@ _FIRST_KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"(run|history)"')
 KINDS = "a run, a topology, a result of gate or profile, or a history"
 
 
-# `kind` in a JSON file -> (struct, description of the file).
-_JSON: Mapping[str, tuple[type[msgspec.Struct], str]] = {
-    "job": (Job, "job.json of `dtbench profile`"),
-    "gate": (Gate, "result of `dtbench gate`"),
-    "profile of calls": (CallsProfile, "table of `dtbench profile`"),
-    "profile of ranks": (RanksProfile, "table of this version's `dtbench profile`: profile again"),
+# `kind` in a JSON file -> (struct, description of the file, function from the struct to a field of `Sources`).
+_JSON: Mapping[str, tuple[type[msgspec.Struct], str, Callable[[Any], dict[str, Any]]]] = {
+    "job": (Job, "job.json of `dtbench profile`", lambda job: {"job": job}),
+    "gate": (Gate, "result of `dtbench gate`", lambda gate: {"gate": changes_of_gate(gate)}),
+    "profile of calls": (
+        CallsProfile,
+        "table of `dtbench profile`",
+        lambda profile: {"calls": profile.cases},
+    ),
+    "profile of ranks": (
+        RanksProfile,
+        "table of this version's `dtbench profile`: profile again",
+        lambda profile: {"ranks": profile.sections},
+    ),
 }
 
 
@@ -155,20 +163,12 @@ def _json(path: Path) -> dict[str, Any]:
         raise UnreadableRunError(
             f"{path} is of the kind {abbreviate(kind)}, which a report cannot show: expected {KINDS}"
         )
-    struct, noun = _JSON[kind]
+    struct, noun, field_of = _JSON[kind]
     try:
-        content: Any = convert(data, struct)
+        content = convert(data, struct)
     except BadFieldError as error:
         raise UnreadableRunError(f"{path} is damaged: {error}; expected a {noun}") from error
-    if isinstance(content, Job):
-        return {"job": content}
-    if isinstance(content, CallsProfile):
-        return {"calls": content.cases}
-    return (
-        {"ranks": content.sections}
-        if isinstance(content, RanksProfile)
-        else {"gate": changes_of_gate(content)}
-    )
+    return field_of(content)
 
 
 def _folder(folder: Path) -> dict[str, Any]:
@@ -223,5 +223,9 @@ def _line(run: Run) -> HistoryLine:
             times.setdefault(label, []).append(result.estimate_s)
     started = run.header.started or run.path.stem
     revision = started[5:16].replace("T", " ") if run.header.started else started
-    medians = {label: median(launch_times) for label, launch_times in times.items()}
-    return HistoryLine(machine={}, time=started, revision=revision, times_s=medians)
+    return HistoryLine(
+        machine={},
+        time=started,
+        revision=revision,
+        times_s={label: median(launch_times) for label, launch_times in times.items()},
+    )

@@ -1,4 +1,4 @@
-"""The parts of the page, in its order: each says which suites it claims, and draws them."""
+"""The parts of the page in the order of their sections. Each part names its suites and draws them."""
 
 from dtbench.reporting.html.parts.bucketer import BUCKETER
 from dtbench.reporting.html.parts.changes import CHANGES

@@ -52,8 +52,7 @@ def fill(section: ReportSection, material: Material) -> None:
 def _headline(section: ReportSection, material: Material, cases: Sequence[ReportCase]) -> None:
     """Adds headlines: the speedup of the largest buckets over one call per tensor, and the bucket size to choose."""
     largest = max(c.number("bucket_bytes") for c in cases)
-    at_largest = [c for c in cases if c.number("bucket_bytes") == largest]
-    mean, words = mean_ratio(at_largest, "core", "unbucketed")
+    mean, words = mean_ratio([c for c in cases if c.number("bucket_bytes") == largest], "core", "unbucketed")
     if mean:
         words = f"in buckets of {format_size(largest)} than with one call per tensor: {words}"
         section.headlines.append((format_speedup(mean), words))
@@ -101,11 +100,11 @@ def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
         return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
     params = {"mesh_dim": "Mesh dim", "dtype": "Dtype"}
-    sizes = {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
+    params |= {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
     return Table(
         "Every bucket size and tensor size",
         [
-            *case_columns(cases, "Collective", params | sizes, "ranks"),
+            *case_columns(cases, "Collective", params, "ranks"),
             *bandwidth_columns(cases),
             columns.speeds("core vs unbucketed", [c.ratio("core", "unbucketed") for c in cases]),
             columns.ratios("time core / limit", [c.ratio("core", "limit") for c in cases]),
@@ -119,7 +118,10 @@ def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
 
 
 def covered_share(case: ReportCase) -> float | None:
-    """Returns the share of the collectives' time that computation covers; 1 if the step takes only as long as it."""
+    """Returns the share of the collectives' time that computation covers.
+
+    It is 1 if the step takes no longer than the computation.
+    """
     core, at_once, local = (case.seconds(i) for i in ("core", "wait_at_once", "local"))
     if core is None or at_once is None or local is None or at_once <= local:
         return None

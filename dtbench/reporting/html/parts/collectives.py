@@ -64,28 +64,31 @@ def limit_of(header: Header, dim: str) -> float | None:
     layout = next((layout for layout in layout_of(header) if layout.name == dim), None)
     if layout is None or layout.hosts_per_group != (1, 1) or not layout.nvlink:
         return None
-    of_gpus = [gpu.nvlink for gpu in header.machine.gpus]
     speeds = {
         NVLINK_GBPS.get(str(nvlink.version), 0.0) * nvlink.active_links * 1e9 if nvlink else 0.0
-        for nvlink in of_gpus
+        for nvlink in [gpu.nvlink for gpu in header.machine.gpus]
     }
     speed = speeds.pop() if layout.nvlink[0] == layout.nvlink[1] and len(speeds) == 1 else 0.0
     return speed if speed > 0 else None
 
 
 def fill(section: ReportSection, material: Material) -> None:
-    cases = [c for c in material.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]
-    if not cases:
+    if not (cases := [c for c in material.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]):
         return
-    header = material.sources.runs[0].header
-    dtype = main_dtype(cases)
+    runs, dtype = material.sources.runs, main_dtype(cases)
     drawn = _main_mode([c for c in cases if c.get("dtype") == dtype])
     setting = f"{dtype}, {MODES.get(str(drawn[0].get('mode')), 'isolated calls')}"
-    dims = distinct(str(c.get("mesh_dim")) for c in drawn)
     peaks = material.sources.peaks
-    limits = {dim: limit for dim in dims if (limit := peaks.get(dim) or limit_of(header, dim))}
-    sources = {dim: "as given" if dim in peaks else "the NVLinks of a GPU in one direction" for dim in limits}
-    words = "; ".join(f"{dim} {format_bandwidth(limits[dim])}, {sources[dim]}" for dim in limits)
+    limits = {
+        dim: limit
+        for dim in distinct(str(c.get("mesh_dim")) for c in drawn)
+        if (limit := peaks.get(dim) or limit_of(runs[0].header, dim))
+    }
+    words = "; ".join(
+        f"{dim} {format_bandwidth(limit)}, "
+        + ("as given" if dim in peaks else "the NVLinks of a GPU in one direction")
+        for dim, limit in limits.items()
+    )
     section.lead = (
         "Bus bandwidth is the data that each rank has to move, divided by the time. It is comparable between "
         "collectives and numbers of ranks (nccl-tests’ factors; GB = 10⁹ bytes). "
@@ -99,8 +102,8 @@ def fill(section: ReportSection, material: Material) -> None:
     )
     if not material.cases("redistribute") and material.sources.topology is None:
         section.add(times_over_size(section, plain_cases(cases), folded="Time over size"))
-    add_ranks(section, material.sources.runs)
-    section.add(_table(cases))
+    skews = ranks_of(runs)
+    section.add(_arrival_figure(skews), _ranks_table(skews, runs[0].header), _table(cases))
     _headlines(section, cases, limits)
     for drop in material.drops[:1] if section.outcome else ():
         section.outcome += f", and {drop.collective} drops at {format_size(drop.first_bytes)}"
@@ -154,9 +157,12 @@ def _bandwidths(
     ends = [float(c.only.size_bytes or 0) for c in (*ordered[:1], *ordered[-1:])]
     panels, by_name = [], group_by(ordered, lambda c: c.name)
     for name in sort_by_order(by_name, MAIN):
-        by_label = group_by(by_name[name], lambda c: _label(_dim(c), _way(c)))
         series = lines(
-            {label: bandwidth_points(members) for label, members in by_label.items() if label in styles}
+            {
+                label: bandwidth_points(members)
+                for label, members in group_by(by_name[name], lambda c: _label(_dim(c), _way(c))).items()
+                if label in styles
+            }
         )
         for curve in list(series):
             times = [size / rate for size, rate in zip(curve.x, curve.y, strict=True)]
@@ -226,25 +232,28 @@ def _table(cases: Sequence[ReportCase]) -> Table:
     all_entries = [(c, m) for c in cases for m in c.impls.values()]
     entries = all_entries[:MAX_ROWS]
     measured = [m for _, m in entries]
-    params = {"mesh_dim": "Mesh dim", "groups": "Groups", "mode": "Mode", "in_place": "In place"}
+    params = {
+        "mesh_dim": "Mesh dim",
+        "groups": "Groups",
+        "mode": "Mode",
+        "in_place": "In place",
+        "dtype": "Dtype",
+    }
     spreads = [m.rank_spread for m in measured]
     quartiles = {"lower quartile": "p25_s", "median": "median_s", "upper quartile": "p75_s"}
     note = "A sample is the longest time of all ranks; bandwidths are those of the lower quartile"
     if all(m.p25_s == m.p75_s for _, m in all_entries):  # a log has one time per size
         quartiles, note = {"time": "estimate_s"}, "There is one time per size"
-    rates = {"algorithm": "algbw_Bps", "bus": "busbw_Bps"}
     return Table(
         "Every collective and size",
         [
-            *case_columns(
-                [c for c, _ in entries], "Collective", params | {"dtype": "Dtype"}, "ranks", "size"
-            ),
+            *case_columns([c for c, _ in entries], "Collective", params, "ranks", "size"),
             columns.sizes("Size", [format_size(m.size_bytes) for m in measured]),
             *columns.times(
                 [(title, [getattr(m, name) for m in measured]) for title, name in quartiles.items()]
             ),
             *columns.bandwidths(
-                [(title, [getattr(m, name) for m in measured]) for title, name in rates.items()]
+                [("algorithm", [m.algbw_Bps for m in measured]), ("bus", [m.busbw_Bps for m in measured])]
             ),
             *([columns.ratios("longest / shortest rank", spreads)] if any(spreads) else []),
         ],
@@ -295,18 +304,18 @@ class RankSkew:
         return f"{self.dim}: {self.name}, {format_size(self.size_bytes)}"
 
 
-def add_ranks(section: ReportSection, runs: Sequence[Run]) -> None:
-    header, skews = runs[0].header, ranks_of(runs)
-    section.add(_arrival_figure(skews), _ranks_table(skews, header))
-
-
 def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     """Returns the delays of each mesh dim, at the largest all_reduce (or else the first collective) of all groups."""
     skews, groups = [], mesh_groups(runs[0].header)
-    measured = [r for run in runs for r in run.ok("collectives") if r.rank_samples_s and r.size_bytes]
     usual = {"groups": ("together", None), "mode": ("isolated", None)}
-    plain = [r for r in measured if all(r.params.get(name) in values for name, values in usual.items())]
-    by_dim = group_by((r for r in plain if r.busbw_Bps and r.algbw_Bps), lambda r: r.params.get("mesh_dim"))
+    measured = [
+        r
+        for run in runs
+        for r in run.ok("collectives")
+        if r.rank_samples_s and r.size_bytes and r.busbw_Bps and r.algbw_Bps
+        if all(r.params.get(name) in values for name, values in usual.items())
+    ]
+    by_dim = group_by(measured, lambda r: r.params.get("mesh_dim"))
     for dim in runs[0].header.mesh.dim_names if groups else ():
         if results := by_dim.get(dim):
             chosen = max(results, key=lambda r: (r.name == "all_reduce", r.size_bytes or 0))
@@ -411,8 +420,7 @@ _Curves = Mapping[str, Sequence[ReportCase]]
 
 
 def fill_systems(section: ReportSection, material: Material) -> None:
-    shown = section.capped(material.sources.systems, "systems", MAX_SYSTEMS)
-    if not shown:
+    if not (shown := section.capped(material.sources.systems, "systems", MAX_SYSTEMS)):
         return
     systems = {_system_label(runs, material.sources.systems): _curves(runs) for runs in shown}
     section.lead = (
@@ -420,8 +428,9 @@ def fill_systems(section: ReportSection, material: Material) -> None:
         f"The other sections show {next(iter(systems))}."
     )
     best = {label: best for label, of_system in systems.items() if (best := _best_bandwidth(of_system))}
-    rates = ", ".join(f"{label} {format_bandwidth(rate)}" for label, rate in best.items())
-    section.outcome = f"at best {rates}"
+    section.outcome = "at best " + ", ".join(
+        f"{label} {format_bandwidth(rate)}" for label, rate in best.items()
+    )
     section.add(_systems_figure(systems))
 
 
@@ -454,10 +463,10 @@ def _best_bandwidth(curves_by_name: _Curves) -> float | None:
 
 
 def _systems_figure(systems: Mapping[str, _Curves]) -> Figure | None:
-    panels = []
-    for name in distinct(name for system in systems.values() for name in system):
-        points = {label: bandwidth_points(system.get(name, ())) for label, system in systems.items()}
-        panels.append(CurvePanel(name, lines(points)))
+    panels = [
+        CurvePanel(name, lines({label: bandwidth_points(s.get(name, ())) for label, s in systems.items()}))
+        for name in distinct(name for system in systems.values() for name in system)
+    ]
     # Collectives of a single system are only drawn if the systems share none.
     panels = [panel for panel in panels if len(panel.series) > 1] or panels
     return curves(

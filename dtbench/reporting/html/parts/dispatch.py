@@ -59,15 +59,17 @@ def fill(section: ReportSection, material: Material) -> None:
         )
         section.add(_table(cached, cases))
     elif cases:
-        caption = "Every op: time of a first call"
-        section.add(
-            Table(caption, [*case_columns(cases, "Op", PARAMS, "call"), *time_columns(cases)], folded=True)
-        )
+        section.add(_op_table("Every op: time of a first call", cases, folded=True))
     if busy and cached:
-        caption = "Cached calls while the GPU executes earlier kernels, as in a training step"
-        section.add(Table(caption, [*case_columns(busy, "Op", PARAMS, "call"), *time_columns(busy)]))
+        section.add(
+            _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
+        )
     if calls:
         section.add(_stages(calls, bool(section.figures)), _stage_table(calls))
+
+
+def _op_table(caption: str, cases: Sequence[ReportCase], folded: bool = False) -> Table:
+    return Table(caption, [*case_columns(cases, "Op", PARAMS, "call"), *time_columns(cases)], folded=folded)
 
 
 def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Table:
@@ -82,15 +84,20 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
         (f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")
     ]
     slower = any((c.ratio("core", "torch") or 0.0) > columns.MARKED for c in all_cached)
-    notes = [
-        *(["▲: the core takes over 5 % more time than torch."] if slower else []),
-        *(["A first call has to find its sharding; a cached one looks it up."] if any(firsts) else []),
-    ]
     return Table(
         "Every op: time per call",
         [*case_columns(cached, "Op", PARAMS, "call"), *time_columns(cached), *columns.times(first_times)],
         folded=True,
-        note=" ".join(notes),
+        note=" ".join(
+            [
+                *(["▲: the core takes over 5 % more time than torch."] if slower else []),
+                *(
+                    ["A first call has to find its sharding; a cached one looks it up."]
+                    if any(firsts)
+                    else []
+                ),
+            ]
+        ),
         total=len(all_cached),
     )
 

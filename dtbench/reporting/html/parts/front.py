@@ -48,8 +48,7 @@ def title(material: Material, sections: Sequence[ReportSection]) -> str:
 def _times(material: Material) -> str:
     """Returns a title with the range of times, for suites whose sections have no outcome."""
     cases = material.cases(*material.suites)
-    times = [measured.estimate_s for case in cases for measured in case.impls.values()]
-    if not times:
+    if not (times := [measured.estimate_s for case in cases for measured in case.impls.values()]):
         return ""
     extremes = " to ".join(dict.fromkeys(map(format_seconds, (min(times), max(times)))))
     separator = " from" if " to " in extremes else ","
@@ -64,8 +63,7 @@ CORE_IS = (
 
 def summary(material: Material) -> list[str]:
     """Returns sentences about what was measured on which hardware, and what "the core" is."""
-    runs = material.sources.runs
-    if not runs:
+    if not (runs := material.sources.runs):
         return []
     header = runs[0].header
     cases = material.cases(*material.suites)

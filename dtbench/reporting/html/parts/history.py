@@ -57,8 +57,8 @@ def _figure(section: ReportSection, index: int, history: History, times: Times) 
     panels, names = [], _short(list(times))
     for label, points in section.capped(list(drawn.items()), "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
-        line = [DrawnCurve("time", [float(index) for index, _ in points], values)]
-        panels.append(CurvePanel(names[label], line, level=_baseline(points), y=close_axis(values)))
+        curve = DrawnCurve("time", [float(index) for index, _ in points], values)
+        panels.append(CurvePanel(names[label], [curve], level=_baseline(points), y=close_axis(values)))
     count = len(history.points)
     tick_sets = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
     return curves(

@@ -61,8 +61,8 @@ def _timeline(job: Job, id_: str = "lanes") -> Figure | None:
             series.append(DrawnCurve(lane.name, x, [y] * len(x)))
     clock = f"clocks aligned by {job.aligned_by}" if job.aligned_by else "clocks as recorded"
     caption = f"{len(ranks)} of {len(job.ranks)} ranks, {clock}; gaps too short to see are not drawn."
-    middles = [[n + 0.5 - len(ranks) for n in range(len(ranks))]]
-    y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", middles)
+    middles = [n + 0.5 - len(ranks) for n in range(len(ranks))]
+    y_axis = Axis(-len(ranks), 0, False, lambda y: f"rank {ranks[int(-y)]}", [middles])
     panel, x_axis = CurvePanel(f"Step {job.drawn_step}", series), value_axis([job.drawn_s], log=False)
     return curves(
         id_, [panel], styles, caption, y=lambda _: y_axis, x=x_axis, max_px=LANE_PX * height * len(ranks) + 70
@@ -86,10 +86,9 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
                 rate = 1e6 * busbw_factor(name, topology_dim.ranks)
                 line = [(float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table]
                 points[dim][f"{name}, calibrated"] = [*line]
-    panels = [CurvePanel(dim, lines(dim_points)) for dim, dim_points in points.items()]
     return curves(
         "inJob",
-        panels,
+        [CurvePanel(dim, lines(dim_points)) for dim, dim_points in points.items()],
         styles,
         "Bus bandwidth of the job's calls by rank and size, including waiting. Lines: calibrated without the job.",
         y=bandwidths_axis,

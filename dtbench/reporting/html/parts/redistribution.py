@@ -138,8 +138,11 @@ def _measured(name: str, collectives: Sequence[ReportCase], moved: Sequence[Repo
     """Returns the curves of a collective and of the redistributions by core and torch, over the collective's size."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
-        seconds = [(c, s) for c in moved if (s := c.seconds(impl)) is not None]
-        points[impl] = [(c.number("size") // parts_of_tensor(name, c.number("ranks")), s) for c, s in seconds]
+        points[impl] = [
+            (c.number("size") // parts_of_tensor(name, c.number("ranks")), seconds)
+            for c in moved
+            if (seconds := c.seconds(impl)) is not None
+        ]
     return lines({label: sorted(p for p in pairs if p[0] > 0) for label, pairs in points.items()})
 
 
@@ -266,11 +269,10 @@ def fitted_on(dim: Dim) -> tuple[float, float]:
 
 def model_lines(dim: Dim, name: str, sizes: Sequence[float]) -> list[DrawnCurve]:
     """Returns the curves of times by the built-in and by the fitted constants."""
-    constants = {"builtin": dim.builtin, "fitted": dim}
     return lines(
         {
             key: [(s, ring_s(dim, name, s, values)) for s in with_sizes_between(sizes)]
-            for key, values in constants.items()
+            for key, values in {"builtin": dim.builtin, "fitted": dim}.items()
         }
     )
 

@@ -43,9 +43,8 @@ def case_columns(
     """
     sizes = [p for p in params if p == "size" or p.endswith("_bytes")]
     words = {title: [c.get(p) for c in cases] for p, title in params.items() if p not in sizes}
-    in_columns = {*params, *drop}
     remaining = [
-        ", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in in_columns) for c in cases
+        ", ".join(f"{k}={v}" for k, v in sorted(c.params.items()) if k not in {*params, *drop}) for c in cases
     ]
     return [
         *(columns.text(title, column) for title, column in words.items() if title == "Mesh dim"),
@@ -164,8 +163,7 @@ def mean_ratio(cases: Sequence[ReportCase], impl: str, base: str) -> tuple[float
 
 def ratio_caption(cases: Sequence[ReportCase]) -> str:
     """Returns the part of a caption that explains the speedups at the right of `add_dots`, if there are any."""
-    has_both = any(c.ratio("core", "torch") is not None for c in cases)
-    return "; at the right, core vs torch" if has_both else ""
+    return "; at the right, core vs torch" if any(c.ratio("core", "torch") is not None for c in cases) else ""
 
 
 def note_slow_floors(section: ReportSection, cases: Sequence[ReportCase], prefix: str = "") -> None:
@@ -174,13 +172,14 @@ def note_slow_floors(section: ReportSection, cases: Sequence[ReportCase], prefix
     Args:
         prefix: names the suite if the section has several.
     """
-    times = [{impl: m.estimate_s for impl, m in case.impls.items()} for case in cases]
-    section.notes += [f"{prefix}{words[0].upper()}{words[1:]}." for words in describe_slow_floors(times)]
+    section.notes += [
+        f"{prefix}{words[0].upper()}{words[1:]}."
+        for words in describe_slow_floors([{i: m.estimate_s for i, m in c.impls.items()} for c in cases])
+    ]
 
 
 def tensor_parallel(section: ReportSection, material: Material) -> None:
-    cases = material.cases("tensor_parallel")
-    if not cases:
+    if not (cases := material.cases("tensor_parallel")):
         return
     has_whole = any(WHOLE in c.impls for c in cases)
     section.lead = (
