@@ -278,7 +278,7 @@ def test_no_public_system_is_low_beside_the_others_of_its_kind() -> None:
 @pytest.mark.parametrize("args", ["run.jsonl", "--reference run.jsonl other.jsonl", "a b --system x"])
 def test_compare_takes_two_runs_or_one_and_the_reference(dtbench: Cli, args: str) -> None:
     code, _, err = dtbench("compare", *args.split())
-    assert code == EXIT_USAGE and ("give BASE and HEAD" in err or "--system goes with --reference" in err)
+    assert code == EXIT_USAGE and ("give BASE and HEAD" in err or "--system requires --reference" in err)
 
 
 @pytest.mark.parametrize(
