@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,14 @@ from dtbench_core.simulate.group import SimulatedGroup, coordinate_of, sibling_g
 from dtbench_core.simulate.local_int import local_int, values_of
 from dtbench_core.simulate.local_random import default_generators
 from dtbench_core.simulate.local_tensor import LocalTensor, joined_states
+from dtbench_core.simulate.rank_runner import RankRunner
 from dtbench_core.tensor import distribute
 from dtbench_core.tensor import dtensor as tensor
-
-if TYPE_CHECKING:
-    from dtbench_core.simulate.local_mode import LocalTensorMode
 
 # ---- the answers: each gets the mode, the function that it replaces, and that function's arguments ----
 
 
-def _get_rank(mode: LocalTensorMode, _original: object, group: ProcessGroup | None = None) -> Any:
+def _get_rank(mode: RankRunner, _original: object, group: ProcessGroup | None = None) -> Any:
     ranks = mode.ranks if mode.current_rank is None else (mode.current_rank,)
     if group is None:
         return local_int({r: r for r in ranks})
@@ -56,7 +54,7 @@ def _get_rank(mode: LocalTensorMode, _original: object, group: ProcessGroup | No
 
 
 def _get_group(
-    mode: LocalTensorMode, original: Callable[..., ProcessGroup | None], *args: object, **kwargs: object
+    mode: RankRunner, original: Callable[..., ProcessGroup | None], *args: object, **kwargs: object
 ) -> Any:
     if mode.current_rank is None:
         return original(*args, **kwargs)
@@ -65,7 +63,7 @@ def _get_group(
     return None if group is None else mode.rank_group(group, mode.current_rank)
 
 
-def _get_coordinate(mode: LocalTensorMode, _original: object, mesh: DeviceMesh) -> Any:
+def _get_coordinate(mode: RankRunner, _original: object, mesh: DeviceMesh) -> Any:
     if mode.current_rank is not None:
         return coordinate_of(mesh, mode.current_rank)
     coordinates = {r: c for r in mode.ranks if (c := coordinate_of(mesh, r)) is not None}
@@ -74,7 +72,7 @@ def _get_coordinate(mode: LocalTensorMode, _original: object, mesh: DeviceMesh) 
     return tuple(local_int({r: c[d] for r, c in coordinates.items()}) for d in range(mesh.ndim))
 
 
-def _make_mesh(mode: LocalTensorMode, original: Call, *args: object, **kwargs: object) -> Any:
+def _make_mesh(mode: RankRunner, original: Call, *args: object, **kwargs: object) -> Any:
     """Makes a mesh once, for the process and not for each rank."""
     with mode.disable(), c10d_state.use_process_tables():
         plain_args, plain_kwargs = tree_map(
@@ -83,10 +81,9 @@ def _make_mesh(mode: LocalTensorMode, original: Call, *args: object, **kwargs: o
         return original(*plain_args, **plain_kwargs)
 
 
-def _manual_seed(
-    mode: LocalTensorMode, original: Callable[[int], torch.Generator], seed: Any
-) -> torch.Generator:
-    if (seeds := values_of(seed)) is not None:
+def _manual_seed(mode: RankRunner, original: Callable[[int], torch.Generator], seed: Any) -> torch.Generator:
+    seeds = values_of(seed)
+    if seeds is not None:
         for default in default_generators():
             seeded = {rank: torch.Generator(default.device).manual_seed(s) for rank, s in seeds.items()}
             mode.random.set(default, {rank: generator.get_state() for rank, generator in seeded.items()})
@@ -105,15 +102,13 @@ def _generator_of(function: Call, device: Any) -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 
-def _get_rng_state(mode: LocalTensorMode, original: Call, device: Any = None) -> torch.Tensor:
+def _get_rng_state(mode: RankRunner, original: Call, device: Any = None) -> torch.Tensor:
     if mode.current_rank is None:
         return joined_states(mode.random.states_of(_generator_of(original, device)))
     return cast("torch.Tensor", original() if device is None else original(device))
 
 
-def _set_rng_state(
-    mode: LocalTensorMode, original: Call, new_state: torch.Tensor, device: Any = None
-) -> None:
+def _set_rng_state(mode: RankRunner, original: Call, new_state: torch.Tensor, device: Any = None) -> None:
     generator = _generator_of(original, device)
     if isinstance(new_state, LocalTensor):
         mode.random.set(generator, {rank: new_state.shard(rank) for rank in new_state.ranks})
@@ -123,14 +118,14 @@ def _set_rng_state(
         mode.random.reset(generator)
 
 
-def _call_as_ranks(mode: LocalTensorMode, original: Call, *args: object, **kwargs: object) -> Any:
+def _call_as_ranks(mode: RankRunner, original: Call, *args: object, **kwargs: object) -> Any:
     """Calls a function of the core once as each rank, since it computes with a rank's own part."""
     if not mode.runs_for_all or not dtensor_parts.depends_on_rank(args, kwargs):
         return original(*args, **kwargs)
     return mode.call_as_ranks(original, args, kwargs, name=original.__name__, sees_ops=False)
 
 
-def _even_layout(mode: LocalTensorMode, original: Call, local: torch.Tensor, *args: object) -> Any:
+def _even_layout(mode: RankRunner, original: Call, local: torch.Tensor, *args: object) -> Any:
     shape, stride = _call_as_ranks(mode, original, local, *args)
     if any(values_of(n) is not None for n in (*shape, *stride)):
         raise RankDependentError(
@@ -140,7 +135,7 @@ def _even_layout(mode: LocalTensorMode, original: Call, local: torch.Tensor, *ar
     return shape, stride
 
 
-def _mover(mode: LocalTensorMode, original: Call, step: Any, source: DTensorSpec) -> Any:
+def _mover(mode: RankRunner, original: Call, step: Any, source: DTensorSpec) -> Any:
     """Returns the function of one redistribution step, which each rank calls on its shard."""
     if not mode.runs_for_all:
         return original(step, source)
@@ -152,13 +147,13 @@ def _mover(mode: LocalTensorMode, original: Call, step: Any, source: DTensorSpec
     return lambda local: mode.call_as_ranks(move, [step, source, local], name=name, sees_ops=False)
 
 
-def _wrapped(mode: LocalTensorMode, original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
+def _wrapped(mode: RankRunner, original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
     local = dtensor_parts.restricted_to_members(local, spec.info, mode.ranks) if mode.runs_for_all else local
     return original(local, spec, *args)
 
 
 def _core_manual_seed(
-    mode: LocalTensorMode, original: Callable[..., None], seed: Any, device_mesh: DeviceMesh
+    mode: RankRunner, original: Callable[..., None], seed: Any, device_mesh: DeviceMesh
 ) -> None:
     original(seed, device_mesh)
     if mode.runs_for_all:
@@ -201,7 +196,7 @@ _ANSWERS: list[tuple[tuple[Any, ...], str, Call]] = [
 
 
 @contextmanager
-def answers_installed(mode: LocalTensorMode) -> Iterator[None]:
+def answers_installed(mode: RankRunner) -> Iterator[None]:
     """Context in which the answers of `mode` replace the original functions."""
     originals = [
         (owner, name, getattr(owner, name), answer)
@@ -220,7 +215,7 @@ def answers_installed(mode: LocalTensorMode) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _bind_answer(mode: LocalTensorMode, answer: Call, original: Call) -> Call:
+def _bind_answer(mode: RankRunner, answer: Call, original: Call) -> Call:
     @functools.wraps(original)
     def call(*args: object, **kwargs: object) -> Any:
         return answer(mode, original, *args, **kwargs)
