@@ -76,9 +76,9 @@ def gate_command(
     exports: options.Exports,
     **choices: Any,
 ) -> int:
-    """Checks whether HEAD is slower than BASE, in as many launches as needed.
+    """Checks whether HEAD is slower than BASE.
 
-    Launches of both alternate in random order.
+    Starts as many launches of both as needed, in random order.
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of

@@ -436,7 +436,7 @@ def test_names_are_escaped_as_literals(target: Any) -> None:
     assert ((*exported.DIMS,), exported.SOURCE["runs"]) == ((NASTY,), (NASTY,))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, object(), b"x"], ids=repr)
+@pytest.mark.parametrize("value", [math.nan, math.inf, pytest.param(object(), id="object"), b"x"], ids=repr)
 def test_only_plain_values_become_literals(value: Any) -> None:
     assert literal({"a": (1, [2.5, None], True)}) == "{'a': (1, (2.5, None), True)}"
     with pytest.raises(TypeError, match="expected a string"):

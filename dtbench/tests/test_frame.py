@@ -100,25 +100,17 @@ def test_every_value_of_every_result_is_there(results: list[Result]) -> None:
         "run_id": ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(results[5:]),
         "samples": [r.time_s and r.time_s.n for r in results],
     }
-    for field in (
-        "suite",
-        "name",
-        "impl",
-        "launch",
-        "status",
-        "reason",
-        "rank",
-        "size_bytes",
-        "algbw_Bps",
-        "busbw_Bps",
-    ):
+    for field in FIELDS:
         columns[field] = [getattr(r, field) for r in results]
     for field in TIME_COLUMNS:
         columns[field] = [time_of(r, field) for r in results]
     for name in {name for r in results for name in r.params}:
         columns["param." + name] = [r.params.get(name) for r in results]
     for name in {name for r in results for name in r.counters}:
-        columns["counter." + name] = [r.counters.get(name) for r in results]
+        counts = [r.counters.get(name) for r in results]
+        if any(isinstance(count, float) for count in counts):  # the column holds floats
+            counts = [None if count is None else float(count) for count in counts]
+        columns["counter." + name] = counts
     for name, values in columns.items():
         assert all(map(same, cells(table[name]), values)) and len(table[name]) == len(values), name
     prefixes = ("param.", "counter.")
