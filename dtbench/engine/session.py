@@ -262,7 +262,7 @@ def run_to_resume(selection: Selection, output: Path) -> Run | None:
 
 
 def exit_code_of(results: Iterable[Result]) -> int:
-    """Returns 0, or 5 if a result failed or is wrong, or if there are no results."""
+    """Returns 0, or 5 if a result failed or is wrong, or if the run has no results."""
     statuses = {result.status for result in results}
     return EXIT_OK if statuses and not statuses & {"failed", "wrong"} else EXIT_CASE_FAILED
 

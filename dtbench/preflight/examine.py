@@ -404,7 +404,7 @@ def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:
 
 
 def _pairs_of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
-    """Returns the pairs of a rank with partners that are not suspects, or all of its pairs if there are none."""
+    """Returns the pairs of a rank with partners that are not suspects; all of its pairs if every partner is one."""
     mine = [pair for pair in pairs if rank in pair]
     return tuple([pair for pair in mine if not (slow.keys() - {rank}) & set(pair)] or mine)
 

@@ -37,7 +37,7 @@ def quantile(values: Iterable[float], share: float) -> float:
         share: the quantile, 0 to 1.
 
     Raises:
-        IndexError: there are no values.
+        IndexError: `values` is empty.
     """
     ordered = sorted(values)
     return _interpolate(ordered, *_neighbours(share, len(ordered)))
@@ -74,7 +74,7 @@ def summarize(samples_s: Sequence[float]) -> Timing:
     """Returns the statistics of the samples of one launch.
 
     Raises:
-        ValueError: there are no samples, or one is negative or not finite.
+        ValueError: `samples_s` is empty, or a sample is negative or not finite.
     """
     if not samples_s:
         raise ValueError("got no samples to summarize: expected at least one")

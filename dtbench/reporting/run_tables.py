@@ -256,7 +256,7 @@ def _row_per_impl(
 
 
 def _in_one_unit(kind: str, columns: Sequence[Sequence[Any]]) -> list[tuple[list[str], str]]:
-    """Returns the cells and the unit of each column. Text stays as it is."""
+    """Returns the cells and the unit of each column. Text is unchanged."""
     if kind == "spread":
         return [([str(cell or "-") for cell in column], "") for column in columns]
     values = [cell for column in columns for cell in column if isinstance(cell, float)]

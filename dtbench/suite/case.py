@@ -134,7 +134,7 @@ class Case:
         sample_s: if above 0, seconds that a sample has to last. It may take more calls than `calls_per_sample`; the
             counter of that name has their number.
         samples: number of samples; None lets the schedule choose within its budget.
-        warmup_calls: at least so many calls are not measured.
+        warmup_calls: minimum number of unmeasured calls before the samples.
         passes: if above 1, such cases on simulated ranks are measured before all others, one after the other and so
             many times. A disturbance of some seconds then affects one pass of each case.
         tolerance: the largest slowdown, as a share, that a gate's PASS has to exclude; None for the gate's default.

@@ -2,7 +2,7 @@
 
 The clocks of different hosts have unknown offsets, which the traces do not record. All ranks leave an all_reduce,
 all_gather, reduce_scatter, all_to_all or barrier at nearly the same time. The median difference between their end times
-therefore estimates the clock offset, and the scatter of those differences its error.
+therefore estimates the clock offset, and the scatter of the differences its error.
 
 On gloo the end times differ by up to the transfer time itself. There, only the calls with the shortest transfers are
 used, and their transfer time is the error.

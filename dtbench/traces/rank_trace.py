@@ -333,7 +333,7 @@ class _RankReader:
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
         """Returns the calls of c10d with their enclosing ops and, without a GPU, when torch's ops worked.
 
-        Ops that communicate, or that torch passed on to a tensor subclass, are no work.
+        Ops that communicate, or that torch passed on to a tensor subclass, do not count as work.
         """
         calls, work, names = list[Op](), _Spans(), list(self._names)
         for thread, ops in self._ops.items():

@@ -155,7 +155,7 @@ def summed_values(
         start: the index of the first value. Tensors with different starts differ.
 
     Raises:
-        Skip: the sum over so many ranks exceeds the integers that the dtype represents exactly.
+        Skip: the sum over these ranks exceeds the integers that the dtype represents exactly.
     """
     largest = largest_exact(dtype)
     if ranks * SUMMED_VALUES > largest:

@@ -218,7 +218,7 @@ class ChainSearch:
         return [Shard(dim) for dim in (*chosen, *added)]
 
     def cheapest(self) -> list[Transition] | None:
-        """Returns the cheapest chain, or None if there is none.
+        """Returns the cheapest chain, or None if no chain exists.
 
         Among equally cheap chains the one with the fewest steps wins. The result is the same on every rank.
         """

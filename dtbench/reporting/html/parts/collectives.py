@@ -110,7 +110,7 @@ def fill(section: ReportSection, material: Material) -> None:
 
 
 def _main_mode(cases: Sequence[ReportCase]) -> Sequence[ReportCase]:
-    """Returns the isolated calls, or those of the first mode if there are no isolated ones, as in some logs."""
+    """Returns the isolated calls, or those of the first mode if none is isolated, as in some logs."""
     by_mode = group_by(cases, lambda c: c.get("mode") or "isolated")
     return by_mode.get("isolated") or next(iter(by_mode.values()))
 
