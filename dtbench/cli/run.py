@@ -190,7 +190,7 @@ def options_of(
     if minbytes is not None or maxbytes is not None:
         if minbytes is None or maxbytes is None or values["sizes_bytes"] is not None:
             raise UsageError(
-                "-b and -e go together and without --size: expected the smallest and the largest size, such as "
+                "-b and -e need each other, and exclude --size: expected the smallest and the largest size, such as "
                 "-b 8 -e 128M -f 2"
             )
         # K, M and G are powers of 1024 there: nccl-tests, src/common.cu, parsesize.

@@ -236,7 +236,7 @@ def test_sizes_are_taken_as_nccl_tests_takes_them(words: str, sizes: tuple[int, 
 @pytest.mark.parametrize("words", ["-b 8", "-e 8", "-b 8 -e 16 --size 1KiB"])
 def test_b_and_e_must_be_given_together(words: str) -> None:
     context = run_command.make_context("run", words.split())
-    with pytest.raises(UsageError, match="-b and -e go together"):
+    with pytest.raises(UsageError, match="-b and -e need each other"):
         options_of(context.params.pop("words"), **context.params)
 
 
