@@ -21,17 +21,16 @@ from dtbench.text import masking
 PLAN = RunOptions((("dp", 2), ("tp", 2)), (1024, 4096), quick=True)
 
 
-def header(**changes: Any) -> Header:
-    facts: dict[str, Any] = {
-        "argv": ["dtbench", "run"],
-        "options": PLAN,
-        "suites": ["dispatch"],
-        "mesh": PLAN.mesh,
-        "ranks": [provenance.local_rank_info("cpu")] * 4,
-        "backend": "gloo",
-        "launches": 2,
-    }
-    return provenance.build_header(**facts | changes)
+def header() -> Header:
+    return provenance.build_header(
+        argv=["dtbench", "run"],
+        options=PLAN,
+        suites=["dispatch"],
+        mesh=PLAN.mesh,
+        ranks=[provenance.local_rank_info("cpu")] * 4,
+        backend="gloo",
+        launches=2,
+    )
 
 
 @pytest.fixture
@@ -67,9 +66,9 @@ def test_header_round_trips_through_a_run_file(tmp_path: Path) -> None:
     with RunWriter.create(tmp_path / "x.jsonl", written) as writer:
         writer.append(Result("s", "n", "core", {}, "ok"))
     read = read_run(tmp_path / "x.jsonl").header
-    assert read == written and read.mesh == MeshShape(dim_names=("dp", "tp"), shape=(2, 2))
-    assert [r.rank for r in read.ranks] == [0, 1, 2, 3]
-    assert read.versions["backend"] == "gloo" and read.versions["torch"]
+    assert read == written and read.versions["torch"]
+    assert (read.mesh, read.versions["backend"]) == (MeshShape(dim_names=("dp", "tp"), shape=(2, 2)), "gloo")
+    assert [rank.rank for rank in read.ranks] == [0, 1, 2, 3]
     assert read.machine.cpu.usable_cores == len(os.sched_getaffinity(0))
 
 
@@ -77,8 +76,13 @@ def test_local_rank_info_describes_the_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("RANK", "11")
     info = provenance.local_rank_info("cuda:3")
-    assert (info["rank"], info["local_rank"], info["device"]) == (11, 3, "cuda:3")
-    assert info["pid"] == os.getpid() and info["host"]
+    assert info["host"]
+    assert {key: info[key] for key in ("rank", "local_rank", "device", "pid")} == {
+        "rank": 11,
+        "local_rank": 3,
+        "device": "cuda:3",
+        "pid": os.getpid(),
+    }
     monkeypatch.setenv("LOCAL_RANK", "none")
     assert provenance.local_rank_info("cpu")["local_rank"] == 0
 
@@ -88,8 +92,8 @@ def test_numa_nodes_are_those_of_usable_cpus(tmp_path: Path, monkeypatch: pytest
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cpus + "\n")
-    for mine, nodes in (({3, 16}, [1, 3]), ({9}, [0]), ({77}, [])):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, mine=mine: mine)
+    for usable, nodes in (({3, 16}, [1, 3]), ({9}, [0]), ({77}, [])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid, usable=usable: usable)
         assert host.numa_nodes(tmp_path) == nodes
 
 
@@ -100,8 +104,10 @@ def test_environment_records_only_allowed_variables() -> None:
     recorded = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "0,1"}
     refused = ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOME", "NCCL_API_TOKEN", "XOMP_")
     masked = {"NCCL_NET_PLUGIN": "token=leak", "NCCL_PROXY": "https://me:leak@host"}
-    kept = provenance.environment(recorded | masked | dict.fromkeys(refused, "leak"))
-    assert kept == recorded | {"NCCL_NET_PLUGIN": "token=***", "NCCL_PROXY": "https://***@host"}
+    assert provenance.environment(recorded | masked | dict.fromkeys(refused, "leak")) == recorded | {
+        "NCCL_NET_PLUGIN": "token=***",
+        "NCCL_PROXY": "https://***@host",
+    }
 
 
 @pytest.mark.parametrize(
@@ -144,8 +150,7 @@ def test_checkout_has_commit_and_dirty_flag(tmp_path: Path, monkeypatch: pytest.
     git(tmp_path, "commit", "-qm", "first")
     (tmp_path / "untracked").write_text("1")
     clean = header().git
-    assert len(clean.commit or "") == 40
-    assert clean.dirty is False
+    assert (len(clean.commit or ""), clean.dirty) == (40, False)
     (tmp_path / "a").write_text("2")
     assert header().git == msgspec.structs.replace(clean, dirty=True)
 
@@ -154,8 +159,8 @@ def test_checkout_has_commit_and_dirty_flag(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_describe_cpu_of_other_and_unknown_architectures(tmp_path: Path) -> None:
-    nothing = host.describe_cpu(tmp_path)
-    assert (nothing.governor, nothing.numa_nodes, nothing.physical_cores) == (None, None, None)
+    unknown = host.describe_cpu(tmp_path)
+    assert (unknown.governor, unknown.numa_nodes, unknown.physical_cores) == (None, None, None)
     (tmp_path / "proc").mkdir()
     blocks = [
         f"processor\t: {i}\nmodel name\t: Some CPU @ 3 GHz\nphysical id\t: {i // 4}\ncore id\t\t: {i % 2}\n"
@@ -168,24 +173,24 @@ def test_describe_cpu_of_other_and_unknown_architectures(tmp_path: Path) -> None
         (folder / "scaling_governor").write_text("powersave\n")
         (tmp_path / f"sys/devices/system/node/node{i}").mkdir(parents=True)
     cpu = host.describe_cpu(tmp_path)
-    assert (cpu.model, cpu.physical_cores) == ("Some CPU @ 3 GHz", 4)
-    assert (cpu.governor, cpu.numa_nodes) == ("powersave", 2)
+    assert (cpu.model, cpu.physical_cores, cpu.governor, cpu.numa_nodes) == (
+        "Some CPU @ 3 GHz",
+        4,
+        "powersave",
+        2,
+    )
 
 
 # ------------------------------------------------------------------------------------- GPUs
 
 
 def test_describe_gpus_reads_nvml(fake_nvml: SimpleNamespace) -> None:
-    facts = nvml.describe_gpus()
-    assert [gpu.index for gpu in facts] == [0, 1] and facts[1].name == "Fake of handle-1"
-    assert facts[0].memory_bytes == 80 * 2**30
-    assert (facts[0].sm_clock_MHz, facts[0].sm_clock_max_MHz) == (1500, 1980)
-    assert facts[0].power_limit_W == 700
-    assert facts[0].nvlink == NvLinks(links=3, active_links=2, version=4)
-    assert facts[0].mig is None  # raises
-    assert facts[0].persistence is None  # not in these bindings
-    assert nvml.driver_version() == "570.1"
-    assert header().machine.gpus == tuple(facts)
+    first, second = gpus = nvml.describe_gpus()
+    assert (first.index, second.index, second.name) == (0, 1, "Fake of handle-1")
+    assert (first.memory_bytes, first.sm_clock_MHz, first.sm_clock_max_MHz) == (80 * 2**30, 1500, 1980)
+    assert (first.power_limit_W, first.nvlink) == (700, NvLinks(links=3, active_links=2, version=4))
+    assert (first.mig, first.persistence) == (None, None)  # one raises, these bindings lack the other
+    assert (nvml.driver_version(), header().machine.gpus) == ("570.1", tuple(gpus))
 
 
 def test_gpu_location_has_bus_numa_node_and_nvlinks(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:
@@ -206,12 +211,10 @@ def test_gpu_location_has_bus_numa_node_and_nvlinks(fake_nvml: SimpleNamespace, 
 
 
 def test_gpu_state_has_reasons_for_throttling(fake_nvml: SimpleNamespace) -> None:
-    state = nvml.gpu_state(0)
-    assert state is not None and state["throttled_by"] == []
-    assert (state["temperature_C"], state["power_W"]) == (61, 345.678)
+    state: Any = nvml.gpu_state(0)
+    assert (state["throttled_by"], state["temperature_C"], state["power_W"]) == ([], 61, 345.678)
     fake_nvml.reasons = 0x1 | 0x4 | 0x40 | 0x1000
     state = nvml.gpu_state(0)
-    assert state is not None
     assert state["reasons"] == ["gpu_idle", "sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
     assert state["throttled_by"] == ["sw_power_cap", "hw_thermal_slowdown", "unknown_0x1000"]
 
@@ -246,8 +249,8 @@ def test_missing_or_broken_nvml_is_no_error(monkeypatch: pytest.MonkeyPatch, bro
     else:
         monkeypatch.setattr(broken, init)
     try:
-        assert (loaded_nvml(), nvml.describe_gpus(), nvml.gpu_state(0)) == (None, [], None)
-        assert nvml.driver_version() is None
+        gpus, state, driver = nvml.describe_gpus(), nvml.gpu_state(0), nvml.driver_version()
+        assert (loaded_nvml(), gpus, state, driver) == (None, [], None, None)
     finally:
         loaded_nvml.cache_clear()
 
@@ -259,5 +262,4 @@ def test_preloaded_nccl_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert provenance.preloaded_nccl() is None
     monkeypatch.setattr(provenance.ctypes, "CDLL", lambda _name: SimpleNamespace(ncclGetVersion=answer))
-    assert provenance.preloaded_nccl() == "2.30.7"
-    assert provenance._versions("nccl")["nccl"] == "2.30.7" and provenance._versions("gloo")["nccl"] is None
+    assert [provenance._versions(backend)["nccl"] for backend in ("nccl", "gloo")] == ["2.30.7", None]

@@ -2,8 +2,9 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,9 +100,10 @@ def test_run_request_refuses_contradictory_options(request_: dict[str, Any], say
 
 @pytest.mark.parametrize("text", ["size=4KiB", "size=4 KiB", "size=4096", "'size=4 KiB' x", "b=2 size"])
 def test_a_filter_takes_sizes_with_their_units(text: str) -> None:
-    matches = matcher(text)
-    assert matches("x all_reduce b=2 size=4096 n=1")
-    assert not matches("x all_reduce size=40960 n=1") and not matches("x all_reduce bsize=64 n=4096")
+    labels = [
+        f"x all_reduce {params}" for params in ("b=2 size=4096 n=1", "size=40960 n=1", "bsize=64 n=4096")
+    ]
+    assert [label for label in labels if matcher(text)(label)] == labels[:1]
 
 
 def build(_world: Any) -> Any:
@@ -116,34 +118,42 @@ CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, 
 
 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
-    plan = RunOptions(mesh=PLAN.mesh, sizes_bytes=(1,), impls=("torch",))
-    (task,) = list_tasks([a_suite("a", [CASE, Case("x", {}, {"core": build})])], plan)
+    suite = a_suite("a", [CASE, Case("x", {}, {"core": build})])
+    (task,) = list_tasks([suite], replace(PLAN, impls=("torch",)))
     assert task.impls == ("torch", "c10d")
 
 
-def test_filter_looks_at_the_whole_label() -> None:
-    suites = [a_suite("abc", [CASE, Case("gather", {"size": 8}, {"core": build})])]
-    assert [t.case.name for t in list_tasks(suites, PLAN, "SIZE=8")] == ["gather"]
-    assert len(list_tasks(suites, PLAN, "abc")) == 2
-    for text, names in (
+TWO_CASES = [a_suite("abc", [CASE, Case("gather", {"size": 8}, {"core": build})])]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("SIZE=8", ["gather"]),
+        ("abc", ["reduce", "gather"]),
         ("dim=tp reduce", ["reduce"]),  # each word on its own
-        ("size=8 dim=tp", []),
-        ("dim=t", []),  # a value is meant whole
         ("dim= 4", ["reduce"]),
         ("'size=4 dim=tp'", ["reduce"]),  # the whole
-        ("'dim=tp size=4'", []),
-        ("it's", []),
         ("gather\n'reduce size=4'", ["reduce", "gather"]),  # lines are alternatives
-    ):
-        if names:
-            assert [t.case.name for t in list_tasks(suites, PLAN, text)] == names
-        else:
-            with pytest.raises(UsageError, match="matches none of their 2 cases"):
-                list_tasks(suites, PLAN, text)
-    with pytest.raises(
-        UsageError, match="'zzz' matches none of their 2 cases; expected such as size=8, size=4"
-    ):
-        list_tasks(suites, PLAN, "zzz")
+    ],
+)
+def test_filter_looks_at_the_whole_label(text: str, names: list[str]) -> None:
+    assert [task.case.name for task in list_tasks(TWO_CASES, PLAN, text)] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("size=8 dim=tp", "`dtbench list SUITE`"),
+        ("dim=t", "expected such as dim=tp, size=8"),  # a value is matched whole
+        ("'dim=tp size=4'", "expected such as size=4, dim=tp"),  # quoted words in their order
+        ("it's", "expected such as dim=tp, size=8"),
+        ("zzz", "expected such as size=8, size=4"),
+    ],
+)
+def test_filter_that_matches_nothing_is_refused(text: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"{text}.* matches none of their 2 cases; {hint}"):
+        list_tasks(TWO_CASES, PLAN, text)
 
 
 def test_a_suite_that_lists_a_case_twice_or_fails_is_refused() -> None:
@@ -186,11 +196,10 @@ def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
     ],
 )
 def test_resume_refuses_a_run_of_something_else(plan: Any, suites: Any, launches: int, says: str) -> None:
-    header = json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1}))
-    path = Path("x.jsonl")
-    selection.refuse_other_run(made_up.read(header), PLAN, ["a"], 1, path)
+    header = made_up.read(json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1})))
+    selection.refuse_other_run(header, PLAN, ["a"], 1, Path("x.jsonl"))
     with pytest.raises(UsageError, match=says):
-        selection.refuse_other_run(made_up.read(header), plan, suites, launches, path)
+        selection.refuse_other_run(header, plan, suites, launches, Path("x.jsonl"))
 
 
 def suite_with(name: str, **declared: str) -> Suite:
@@ -198,9 +207,8 @@ def suite_with(name: str, **declared: str) -> Suite:
 
 
 def test_split_words_separates_suites_and_options() -> None:
-    words = ["a", "--mode", "even", "b.py", "--ops=x=y"]
-    assert options.split_words(words) == (("a", "b.py"), {"mode": "even", "ops": "x=y"})
-    assert options.split_words(["--last"]) == ((), {"last": ""})
+    words = ["a", "--mode", "even", "b.py", "--ops=x=y", "--last"]
+    assert options.split_words(words) == (("a", "b.py"), {"mode": "even", "ops": "x=y", "last": ""})
     with pytest.raises(UsageError, match="--mode is given twice"):
         options.split_words(["--mode", "a", "--mode=b"])
 
@@ -220,6 +228,11 @@ def test_undeclared_suite_options_are_refused(suite: Suite, values: dict[str, st
         selection.refuse_foreign_options([suite], values)
 
 
+def request_of(words: str) -> RunRequest:
+    context = run_command.make_context("run", words.split())
+    return options_of(context.params.pop("words"), **context.params)
+
+
 @pytest.mark.parametrize(
     ("words", "sizes"),
     [
@@ -229,15 +242,13 @@ def test_undeclared_suite_options_are_refused(suite: Suite, values: dict[str, st
     ],
 )
 def test_sizes_are_taken_as_nccl_tests_takes_them(words: str, sizes: tuple[int, ...]) -> None:
-    context = run_command.make_context("run", words.split())
-    assert options_of(context.params.pop("words"), **context.params).sizes_bytes == sizes
+    assert request_of(words).sizes_bytes == sizes
 
 
 @pytest.mark.parametrize("words", ["-b 8", "-e 8", "-b 8 -e 16 --size 1KiB"])
 def test_b_and_e_must_be_given_together(words: str) -> None:
-    context = run_command.make_context("run", words.split())
     with pytest.raises(UsageError, match="-b and -e need each other"):
-        options_of(context.params.pop("words"), **context.params)
+        request_of(words)
 
 
 BENDING_SUITE = str(Path(__file__).with_name("bending_suite.py"))
@@ -273,23 +284,24 @@ def test_both_sides_of_a_missed_point_are_halved() -> None:
     assert [sizes[s * KIB] for s in (32, 128, 512)] == pytest.approx([before, before + after, after])
 
 
-def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing() -> None:
-    def resolves(miss: float, spread: float) -> bool:
-        times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
-        return bool(middles({size: samples(t, spread) for size, t in times.items()}))
-
-    assert resolves(1.3, 1.2) and not resolves(1.2, 1.2)
-    assert not resolves(1.3, 1.3) and resolves(1.5, 1.3)
+@pytest.mark.parametrize(
+    ("miss", "spread", "is_refined"),
+    [(1.3, 1.2, True), (1.2, 1.2, False), (1.3, 1.3, False), (1.5, 1.3, True)],
+)
+def test_a_miss_within_the_spread_of_the_samples_counts_for_nothing(
+    miss: float, spread: float, is_refined: bool
+) -> None:
+    times = {1024: 1.0, 4096: 1.6 * miss, 16384: 4.0}
+    assert bool(middles({size: samples(seconds, spread) for size, seconds in times.items()})) == is_refined
 
 
 # ------------------------------------------------------------------------------------- a suite's results
 
 
 def swept_result(name: str, size: int, seconds: float, impl: str = "c10d", **more: Any) -> Result:
-    params = WHERE | {"size": size} | more.pop("params", {})
     taken = samples(seconds)
-    fields = {"status": "ok", "time_s": summarize(taken), "samples_s": taken, "size_bytes": size}
-    return Result("s", name, impl, params, **fields | more)
+    fields = {"status": "ok", "time_s": summarize(taken), "samples_s": taken, "size_bytes": size} | more
+    return Result("s", name, impl, WHERE | {"size": size} | fields.pop("params", {}), **fields)
 
 
 def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
@@ -306,9 +318,8 @@ def refined(curve: Curve, sizes: Iterable[int] = SIZES) -> list[int]:
 
 def test_bisection_closes_in_on_a_jump_and_stops() -> None:
     added = refined(jump)
-    assert len(added) == MAX_ADDED_SIZES
-    assert added[0] == 128 * KIB and sorted(added[1:3]) == [32 * KIB, 512 * KIB]  # the jump is at 100 KiB
-    assert 64 * KIB < added[3] < 128 * KIB
+    assert (added[0], {*added[1:3]}) == (128 * KIB, {32 * KIB, 512 * KIB})  # the jump is at 100 KiB
+    assert len(added) == MAX_ADDED_SIZES and 64 * KIB < added[3] < 128 * KIB
 
 
 def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
@@ -317,33 +328,30 @@ def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
         assert list(sizes_between(SWEEP, swept, [])) == []
     curves = [{"mesh_dim": "dp"}, {"dtype": "float32"}, {"dtype": "bfloat16"}]
     swept = [swept_result(n, s, jump(s), params=p) for n in "ab" for p in curves for s in SIZES]
-    wanted = list(sizes_between(SWEEP, swept, []))
-    assert len(wanted) == 2 * 3 * 3 and {name for name, _ in wanted} == {"a", "b"}
-    assert {params["mesh_dim"] for _, params in wanted} == {"tp", "dp"}
-    assert {params.get("dtype") for _, params in wanted} == {None, "float32", "bfloat16"}
+    wanted = sizes_between(SWEEP, swept, [])
+    assert Counter((name, params["mesh_dim"], params.get("dtype")) for name, params in wanted) == {
+        (name, curve.get("mesh_dim", "tp"), curve.get("dtype")): 3 for name in "ab" for curve in curves
+    }
 
 
 def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
     straight = [swept_result("x", s, line(s), "torch") for s in SIZES]
     bent = [swept_result("x", s, jump(s), "core") for s in SIZES]
-    assert len(list(sizes_between(SWEEP, straight + bent, []))) == 3
-    assert len(list(sizes_between(SWEEP, straight, []))) == 0
+    assert [len(list(sizes_between(SWEEP, swept, []))) for swept in (straight + bent, straight)] == [3, 0]
     failed = [
         swept_result("x", 32 * KIB, 1.0, i, status="failed", time_s=None, samples_s=())
         for i in ("core", "torch")
     ]
-    again = [params["size"] for _, params in sizes_between(SWEEP, straight + bent, failed)]
-    assert sorted(again) == [128 * KIB, 512 * KIB]  # not the failed one again
+    remaining_sizes = {params["size"] for _, params in sizes_between(SWEEP, straight + bent, failed)}
+    assert remaining_sizes == {128 * KIB, 512 * KIB}  # not the failed one again
 
 
 def test_the_time_from_the_last_arrival_decides() -> None:
     def late(size: int) -> Result:
         """Ranks 0 and 2 wait long for the others, from 256 KiB on; the transfers are a line."""
-        wait = 1.0 if size >= 256 * KIB else 0.0
-        times = {rank: line(size) + (wait if rank in "02" else 0.0) for rank in "0123"}
-        return swept_result(
-            "x", size, max(times.values()), rank_samples_s={r: samples(t) for r, t in times.items()}
-        )
+        times = {rank: line(size) + (rank in "02" and size >= 256 * KIB) for rank in "0123"}
+        by_rank = {rank: samples(seconds) for rank, seconds in times.items()}
+        return swept_result("x", size, max(times.values()), rank_samples_s=by_rank)
 
     assert list(sizes_between(SWEEP, [late(size) for size in SIZES], [])) == []
     without = [swept_result("x", size, late(size).samples_s[1]) for size in SIZES]
@@ -365,8 +373,9 @@ def refined_suite(wanted: Any = sizes_between) -> Suite:
 def test_the_first_launch_decides_and_the_others_follow() -> None:
     first = [swept_result("x", size, jump(size), "core") for size in SIZES]
     tasks = refinement_tasks([refined_suite()], SWEEP, {}, first, launch=0)
-    assert sorted(t.case.params["size"] for t in tasks) == [32 * KIB, 128 * KIB, 512 * KIB]
-    assert {t.impls for t in tasks} == {("core", "torch")}
+    assert {(task.case.params["size"], task.impls) for task in tasks} == {
+        (size * KIB, ("core", "torch")) for size in (32, 128, 512)
+    }
     assert refinement_tasks([refined_suite()], SWEEP, {}, first, launch=1) == []  # nothing was added yet
     added = [swept_result("x", 32 * KIB, 1e-4, "core"), swept_result("x", 32 * KIB, 1e-4, "torch")]
     second = [swept_result("x", size, line(size), "core", launch=1) for size in SIZES]
@@ -393,10 +402,21 @@ def test_the_first_launch_decides_and_the_others_follow() -> None:
 )
 def test_max_size_ends_the_sweep(last: int, sizes: list[int]) -> None:
     plan = RunRequest(max_size_bytes=last).resolve("cpu", 4)
-    assert list(plan.sizes_bytes) == sizes and plan.refine and not plan.sizes_chosen
-    assert not RunRequest(max_size_bytes=last, refine=False).resolve("cpu", 4).refine
-    assert RunRequest(sizes_bytes=(7,), refine=True).resolve("cpu", 4).refine
-    assert not RunRequest().resolve("cpu", 4).refine
+    assert (list(plan.sizes_bytes), plan.refine, plan.sizes_chosen) == (sizes, True, False)
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_refined"),
+    [
+        ({"max_size_bytes": 4096, "refine": False}, False),
+        ({"sizes_bytes": (7,), "refine": True}, True),
+        ({}, False),
+    ],
+)
+def test_only_a_sweep_without_chosen_sizes_is_refined_by_default(
+    request_: dict[str, Any], is_refined: bool
+) -> None:
+    assert RunRequest(**request_).resolve("cpu", 4).refine == is_refined
 
 
 # ------------------------------------------------------------------------------------- real ranks
@@ -412,13 +432,12 @@ def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: P
     for r in whole.results:
         sizes.setdefault((r.impl, r.launch), []).append(int(r.params["size"]))
     swept, added = sizes["c10d", 0][:4], sizes["c10d", 0][4:]
-    assert swept == [KIB, 4 * KIB, 16 * KIB, 64 * KIB]
-    assert sorted(added[:3]) == [2 * KIB, 8 * KIB, 32 * KIB] and len(added) == MAX_ADDED_SIZES
-    assert 2 * KIB < added[3] < 32 * KIB and added[3] % 256 == 0
+    assert (swept, {*added[:3]}) == ([KIB, 4 * KIB, 16 * KIB, 64 * KIB], {2 * KIB, 8 * KIB, 32 * KIB})
+    assert len(added) == MAX_ADDED_SIZES and added[3] in range(2 * KIB + 256, 32 * KIB, 256)
     for key in (("core", 0), ("c10d", 1), ("core", 1)):
         assert set(sizes[key]) == {*swept, *added}
     failed = [(r.impl, r.params["size"], r.launch) for r in whole.results if r.status != "ok"]
-    assert failed == [("c10d", 8 * KIB, launch) for launch in (0, 1)]
+    assert failed == [("c10d", 8 * KIB, 0), ("c10d", 8 * KIB, 1)]
     assert "more results to measure" in done.stdout
 
     # Cut within the refinement of the first launch: the sweep is whole, and one impl of an added size there.
