@@ -1,7 +1,6 @@
 """Traces made by hand, of which one knows what they say."""
 
 import gzip
-import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -36,22 +35,20 @@ def read(tmp_path: Path, events: Sequence[Event], **more: Any) -> Job:
     return read_job([write(tmp_path, events, **more)])
 
 
-def one(job: Job) -> Collective:
+def read_text(tmp_path: Path, text: bytes) -> Job:
+    (tmp_path / "t.json").write_bytes(text)
+    return read_job([tmp_path])
+
+
+def only_call(job: Job) -> Collective:
     (call,) = job.collectives
     return call
 
 
 def parts(rank: RankJob) -> list[float]:
-    """In us: span, computation, communication, exposed, copies, idle."""
-    of = (
-        rank.span_s,
-        rank.computation_s,
-        rank.communication_s,
-        rank.exposed_s,
-        rank.copy_s,
-        rank.idle_s,
-    )
-    return [round(s * 1e6, 3) for s in of]
+    """Returns span, computation, communication, exposed, copies and idle, microseconds."""
+    names = ("span_s", "computation_s", "communication_s", "exposed_s", "copy_s", "idle_s")
+    return [round(getattr(rank, name) * 1e6, 3) for name in names]
 
 
 # Two streams compute at once, a copy lies over a message and the message over the end of the computation.
@@ -63,6 +60,20 @@ BUSY = [
     event("Memcpy HtoD", 200, 80, "gpu_memcpy", 9),
     kernel(350, 50),
 ]
+# Three steps with a kernel each.
+MARKED = [
+    *steps(3),
+    *(launch(n * 1000 + 1, n + 1) for n in range(3)),
+    *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3)),
+]
+PARAM_COMMS = {
+    "Collective name": "_allgather_base",
+    "In msg nelems": 500,
+    "Out msg nelems": 1000,
+    "dtype": "BFloat16",
+    "Group size": 2,
+    "Process Group Name": "1",
+}
 
 
 def test_intervals_are_united_before_they_are_added(tmp_path: Path) -> None:
@@ -81,26 +92,34 @@ def test_read_job_is_independent_of_event_order_and_compression(
     assert got.collectives == expected.collectives
 
 
-@pytest.mark.parametrize("form", ["floats", "integers", "years", "texts"])
-def test_times_are_exact_from_the_first_event_on(tmp_path: Path, form: str) -> None:
-    zero = {"floats": 0.5, "integers": 1_700_000_000_000_000, "texts": 0, "years": 0}[form]
-    events = [kernel(zero + at, dur) for at, dur in ((0, 10), (20, 20), (60, 10))]
-    text = text_of(events)
-    if form == "years":  # in the digits that a float has not
-        for at in (0, 20, 60):
-            text = text.replace(b'"ts": %d,' % at, b'"ts": 1700000000000%03d.125,' % at)
-        text = text.replace(b'"dur": 20', b'"dur": 39.875')
-    elif form == "texts":
-        text = text.replace(b'"ts": 20', b'"ts": "20.0"')
-    (tmp_path / "t.json").write_bytes(text)
-    computed = 59.875 if form == "years" else 40
-    assert parts(read_job([tmp_path / "t.json"]).ranks[0])[:2] == [70, computed]
+@pytest.mark.parametrize(
+    ("zero", "replaced", "computed"),
+    [
+        pytest.param(0.5, {}, 40, id="floats"),
+        pytest.param(1_700_000_000_000_000, {}, 40, id="integers"),
+        pytest.param(0, {b'"ts": 20': b'"ts": "20.0"'}, 40, id="texts"),
+        pytest.param(
+            0,
+            {
+                **{b'"ts": %d,' % at: b'"ts": 1700000000000%03d.125,' % at for at in (0, 20, 60)},
+                b'"dur": 20': b'"dur": 39.875',
+            },
+            59.875,
+            id="more digits than a float has",
+        ),
+    ],
+)
+def test_times_are_exact_from_the_first_event_on(
+    tmp_path: Path, zero: float, replaced: dict[bytes, bytes], computed: float
+) -> None:
+    text = text_of([kernel(zero + at, dur) for at, dur in ((0, 10), (20, 20), (60, 10))])
+    for old, new in replaced.items():
+        text = text.replace(old, new)
+    assert parts(read_text(tmp_path, text).ranks[0])[:2] == [70, computed]
 
 
 def test_event_with_invalid_time_is_excluded(tmp_path: Path) -> None:
-    text = text_of([*BUSY, kernel(99, 1)]).replace(b'"ts": 99', b'"ts": NaN')
-    (tmp_path / "t.json").write_bytes(text)
-    job = read_job([tmp_path / "t.json"])
+    job = read_text(tmp_path, text_of([*BUSY, kernel(99, 1)]).replace(b'"ts": 99', b'"ts": NaN'))
     assert parts(job.ranks[0]) == [300, 130, 150, 120, 80, 50]
     assert any("excluded 1 event without a time" in text for text in job.notes)
 
@@ -108,95 +127,104 @@ def test_event_with_invalid_time_is_excluded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [-5, 2**31 / 1e3, 1e7, 1500])
 def test_events_with_impossible_durations_are_excluded_with_a_note(tmp_path: Path, wrong: float) -> None:
     """Negative, 2^31 ns, longer than the trace, longer than the longest step."""
-    marked = [*steps(3), launch(1, 1), launch(1001, 2), launch(2001, 3)]
-    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3)), nccl(1300, 50)]
+    sound = [*MARKED, nccl(1300, 50)]
     expected = read(tmp_path, sound)
     got = read(tmp_path, [*sound, kernel(1200, wrong), nccl(1250, wrong)])
-    assert parts(got.ranks[0]) == parts(expected.ranks[0])
-    assert got.collectives == expected.collectives
+    assert (parts(got.ranks[0]), got.collectives) == (parts(expected.ranks[0]), expected.collectives)
     assert any("excluded 2 events with an impossible duration" in text for text in got.notes)
 
 
 def test_event_between_steps_may_last_longer_than_a_step(tmp_path: Path) -> None:
     """A barrier after an evaluation, say."""
-    marked = [*steps(3), *(launch(n * 1000 + 1, n + 1) for n in range(3))]
-    sound = [*marked, *(kernel(n * 1000 + 10, 100, correlation=n + 1) for n in range(3))]
-    got = read(tmp_path, [*sound, kernel(9000, 10), nccl(4000, 3000)])
-    assert got.ranks[0].communication_s == pytest.approx(3e-3) and not any(
-        "impossible" in n for n in got.notes
-    )
+    job = read(tmp_path, [*MARKED, kernel(9000, 10), nccl(4000, 3000)])
+    assert job.ranks[0].communication_s == pytest.approx(3e-3)
+    assert not any("impossible" in text for text in job.notes)
 
 
-def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "events",
+    [
+        [
+            *BUSY,
+            *steps(3),
+            launch(5, 1),
+            kernel(10, 5, correlation=1),
+            kernel(10, 5, correlation=2),
+            op("c10d::allreduce_", 140, 30),
+            op("record_param_comms", 141, 5, **PARAM_COMMS),
+        ],
+        [op("aten::mm", 0, 9), *gloo(10, 50), *gloo(100, 50), *steps(3, name="train ")],
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_a_trace_that_holds_every_event_twice_counts_each_once(tmp_path: Path, events: list[Event]) -> None:
     """A profile that is exported twice repeats events. Kernels of a graph on two streams are no repetition."""
-    gpu = [
-        *BUSY,
-        *steps(3),
-        launch(5, 1),
-        kernel(10, 5, correlation=1),
-        kernel(10, 5, correlation=2),
-        op("c10d::allreduce_", 140, 30),
-        op("record_param_comms", 141, 5, **PARAM_COMMS),
-    ]
-    cpu = [op("aten::mm", 0, 9), *gloo(10, 50), *gloo(100, 50), *steps(3, name="train ")]
-    for events in (gpu, cpu):
-        once, twice = read(tmp_path, events), read(tmp_path, [*events, *events])
-        assert twice.collectives == once.collectives and twice.ranks == once.ranks
-        assert not any("repeat" in note for note in once.notes)
-        (note,) = [note for note in twice.notes if "repeat" in note]
-        assert re.fullmatch(r"rank 0: excluded \d+ events that repeat another event", note)
+    once, twice = read(tmp_path, events), read(tmp_path, [*events, *events])
+    assert (twice.collectives, twice.ranks) == (once.collectives, once.ranks)
+    (repetition,) = {*twice.notes} - {*once.notes}
+    assert re.fullmatch(r"rank 0: excluded \d+ events that repeat another event", repetition)
 
 
 # ---- what a collective was ----
 
-PARAM_COMMS = {
-    "Collective name": "_allgather_base",
-    "In msg nelems": 500,
-    "Out msg nelems": 1000,
-    "dtype": "BFloat16",
-    "Group size": 2,
-    "Process Group Name": "1",
-}
+GENERIC = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
 
 
-@pytest.mark.parametrize("by", ["kernel", "launch", "mark"])
-def test_collective_is_identified_by(tmp_path: Path, by: str) -> None:
-    """The kernel's own words, the call that launched it (as RCCL's must be), or the annotation on its stream."""
-    generic = "ncclDevKernel_Generic_1(ncclDevKernelArgsStorage<4096ul>)"
-    host = [
-        op("c10d::_allgather_base_", 0, 30),
-        op("record_param_comms", 5, 10, **PARAM_COMMS),
-        op("aten::matmul", 40, 9),
-    ]
-    events = {
-        "kernel": [kernel(100, 50, generic, **PARAM_COMMS)],
-        "launch": [*host, launch(7, 3), kernel(100, 50, generic, correlation=3)],
-        "mark": [
-            op("c10d::_allgather_base_", 0, 30),
-            op("record_param_comms", 5, 10, **PARAM_COMMS | {"External id": 9}),
-            event("nccl:_all_gather_base", 99, 52, "gpu_user_annotation", 7, **{"External id": 9}),
-            kernel(100, 50, generic),
-        ],
-    }[by]
-    call = one(read(tmp_path, [*events, kernel(200, 1)]))
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([kernel(100, 50, GENERIC, **PARAM_COMMS)], id="the kernel's arguments"),
+        pytest.param(
+            [kernel(100, 50, "_ZN5other6kernelE", **PARAM_COMMS)], id="an unknown kernel's arguments"
+        ),
+        pytest.param(
+            [
+                op("c10d::_allgather_base_", 0, 30),
+                op("record_param_comms", 5, 10, **PARAM_COMMS),
+                op("aten::matmul", 40, 9),
+                launch(7, 3),
+                kernel(100, 50, GENERIC, correlation=3),
+            ],
+            id="the call that launched it, as RCCL's must be",
+        ),
+        pytest.param(
+            [
+                op("c10d::_allgather_base_", 0, 30),
+                op("record_param_comms", 5, 10, **PARAM_COMMS | {"External id": 9}),
+                event("nccl:_all_gather_base", 99, 52, "gpu_user_annotation", 7, **{"External id": 9}),
+                kernel(100, 50, GENERIC),
+            ],
+            id="the annotation on its stream",
+        ),
+    ],
+)
+def test_collective_is_identified_by(tmp_path: Path, events: list[Event]) -> None:
+    call = only_call(read(tmp_path, [*events, kernel(200, 1)]))
     assert (call.collective, call.mesh_dim, call.group_size) == ("all_gather", "dp", 2)
     assert (call.dtype, call.bytes, call.count) == ("bfloat16", 2000, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "collective"),
     [
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", "all_reduce"),
         ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", "all_reduce"),
+        ("void vllm::cross_device_reduce_2stage<__half, 4>(vllm::RankData*)", "all_reduce"),
         ("ncclDevKernel_SendRecv(x)", "send_recv"),
         ("ncclDevKernel_Generic(x)", "unknown"),
     ],
 )
-def test_nccl_kernel_without_arguments_is_identified_by_name(tmp_path: Path, name: str, said: str) -> None:
+def test_kernel_without_arguments_is_identified_by_name(tmp_path: Path, name: str, collective: str) -> None:
     job = read(tmp_path, [kernel(0, 10, name), kernel(20, 1)], groups=[])
-    call = one(job)
-    assert (call.collective, call.bytes, call.dtype, call.mesh_dim) == (said, None, None, "unknown group")
-    assert any("could not be identified" in text for text in job.notes) == (said == "unknown")
+    call = only_call(job)
+    assert (call.collective, call.bytes, call.dtype, call.mesh_dim) == (
+        collective,
+        None,
+        None,
+        "unknown group",
+    )
+    assert parts(job.ranks[0])[:4] == [21, 1, 10, 10]
+    assert any("could not be identified" in text for text in job.notes) == (collective == "unknown")
 
 
 @pytest.mark.parametrize(
@@ -214,17 +242,17 @@ def test_nccl_kernel_without_arguments_is_identified_by_name(tmp_path: Path, nam
     ],
 )
 def test_collective_names_of_torch_are_unified(tmp_path: Path, name: str, known: str) -> None:
-    assert one(read(tmp_path, [nccl(0, 10, name), kernel(20, 1)])).collective == known
+    assert only_call(read(tmp_path, [nccl(0, 10, name), kernel(20, 1)])).collective == known
 
 
 def test_bytes_of_a_collective_are_the_larger_of_input_and_output(tmp_path: Path) -> None:
     sizes = {"all_to_allv": (300, 700), "_allgather_base": (500, 1000), "_reduce_scatter_base": (1000, 500)}
     events = [
-        nccl(100 * n, 10, name, **{"In msg nelems": a, "Out msg nelems": b})
-        for n, (name, (a, b)) in enumerate(sizes.items())
+        nccl(100 * n, 10, name, **{"In msg nelems": received, "Out msg nelems": sent})
+        for n, (name, (received, sent)) in enumerate(sizes.items())
     ]
-    got = {call.collective: call.bytes for call in read(tmp_path, events).collectives}
-    assert got == {"all_to_all": 2800, "all_gather": 4000, "reduce_scatter": 4000}
+    calls = {call.collective: call.bytes for call in read(tmp_path, events).collectives}
+    assert calls == {"all_to_all": 2800, "all_gather": 4000, "reduce_scatter": 4000}
 
 
 @pytest.mark.parametrize(
@@ -240,22 +268,26 @@ def test_bytes_of_a_collective_are_the_larger_of_input_and_output(tmp_path: Path
 def test_dtype_names_of_torch_are_unified(
     tmp_path: Path, said: str, name: str | None, size: int | None
 ) -> None:
-    call = one(read(tmp_path, [nccl(0, 10, dtype=said), kernel(20, 1)]))
+    call = only_call(read(tmp_path, [nccl(0, 10, dtype=said), kernel(20, 1)]))
     assert (call.dtype, call.bytes) == (name, size and 1000 * size)
 
 
 def test_gloo_bytes_come_from_the_shapes_of_calls(tmp_path: Path) -> None:
-    gathered = {"Input Dims": [[], [[250]]], "Input type": ["", "TensorList"]}
-    events = [*gloo(0, 50), *gloo(100, 30, "allgather", **gathered), op("c10d::wait_tensor", 300, 5)]
-    events[3]["args"] = {"Input Dims": [[250]], "Input type": ["c10::BFloat16"]}
-    events += [
+    call, carrier = gloo(
+        100, 30, "allgather", **{"Input Dims": [[], [[250]]], "Input type": ["", "TensorList"]}
+    )
+    events = [
+        *gloo(0, 50),
+        call,
+        carrier | {"args": {"Input Dims": [[250]], "Input type": ["c10::BFloat16"]}},
+        op("c10d::wait_tensor", 300, 5),
         op("c10d::start_coalescing", 310, 5),
         op("c10d::end_coalescing", 320, 5),
         op("aten::mm", 10, 20),
     ]
     job = read(tmp_path, events)
-    got = {call.collective: (call.dtype, call.bytes, call.mesh_dim) for call in job.collectives}
-    assert got == {"all_reduce": ("float32", 4000, "dp"), "all_gather": ("bfloat16", 1000, "dp")}
+    calls = {call.collective: (call.dtype, call.bytes, call.mesh_dim) for call in job.collectives}
+    assert calls == {"all_reduce": ("float32", 4000, "dp"), "all_gather": ("bfloat16", 1000, "dp")}
     assert parts(job.ranks[0]) == [325, 20, 80, 60, 0, 245]
 
 
@@ -284,61 +316,60 @@ def test_gloo_bytes_come_from_the_shapes_of_calls(tmp_path: Path) -> None:
 def test_mesh_dim_of_process_group(tmp_path: Path, args: Event, dim: str, size: int | None) -> None:
     tp = {"pg_name": "3", "pg_desc": "mesh_tp", "pg_size": 2, "ranks": [0, 1]}
     dp = {"pg_name": "1", "pg_desc": "mesh_dp", "pg_size": 4, "ranks": [0, 1, 2, 3]}
-    call = one(read(tmp_path, [nccl(0, 10, **args), kernel(20, 1)], world=4, groups=[dp, tp]))
+    call = only_call(read(tmp_path, [nccl(0, 10, **args), kernel(20, 1)], world=4, groups=[dp, tp]))
     assert (call.mesh_dim, call.group_size) == (dim, size or args.get("Group size", 2))
 
 
 @pytest.mark.parametrize(
     ("recorded", "dim"),
     [
-        (None, "group of 2"),
-        ({"0": "dp"}, "dp"),
-        ({"0": "dp/shard"}, "dp/shard"),
-        ([], "group of 2"),
         ({}, "group of 2"),
+        ({"dtbench_mesh_dims": {"0": "dp"}}, "dp"),
+        ({"dtbench_mesh_dims": {"0": "dp/shard"}}, "dp/shard"),
+        ({"dtbench_mesh_dims": []}, "group of 2"),
+        ({"dtbench_mesh_dims": {}}, "group of 2"),
     ],
 )
 @pytest.mark.parametrize("description", ["default_pg", "mesh_default"])
 def test_mesh_dim_over_all_ranks_has_the_name_that_was_recorded(
-    tmp_path: Path, recorded: object, dim: str, description: str
+    tmp_path: Path, recorded: dict[str, object], dim: str, description: str
 ) -> None:
     """torch gives it the default group, whose description is no dim's."""
-    default = {"pg_name": "0", "pg_desc": description, "ranks": [0, 1]}
-    more = {} if recorded is None else {"dtbench_mesh_dims": recorded}
-    path = write(
-        tmp_path, [nccl(0, 10, **{"Process Group Name": "0"}), kernel(20, 1)], groups=[default], **more
-    )
-    assert one(read_job([path])).mesh_dim == dim
+    groups = [{"pg_name": "0", "pg_desc": description, "ranks": [0, 1]}]
+    events = [nccl(0, 10, **{"Process Group Name": "0"}), kernel(20, 1)]
+    assert only_call(read(tmp_path, events, groups=groups, **recorded)).mesh_dim == dim
+
+
+TWO_GROUPS = [{"pg_name": name, "pg_desc": f"mesh_{name}", "ranks": [0, 1]} for name in "12"]
 
 
 def test_gloo_sends_have_the_recorded_group(tmp_path: Path) -> None:
-    groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
     events = [op("aten::mm", 500, 5)]
     for n, name in enumerate(["1", "2", "", "unheard of"]):
-        carried = {"Input Dims": [[10]], "Input type": ["float"]}
         events += [
             note(f"dtbench:group {name}", n * 100, 20),
             note("2", n * 100, 20),  # the program's own
             op("c10d::send", n * 100 + 1, 15, **{"Input Dims": [[[10]]], "Input type": ["TensorList"]}),
-            event("gloo:send", n * 100 + 5, 50, "user_annotation", **carried),
+            event(
+                "gloo:send",
+                n * 100 + 5,
+                50,
+                "user_annotation",
+                **{"Input Dims": [[10]], "Input type": ["float"]},
+            ),
         ]
-    job = read(tmp_path, events, groups=groups)
-    got = {call.mesh_dim: (call.count, call.bytes, call.callers) for call in job.collectives}
-    assert got == {"1": (1, 40, ("2",)), "2": (1, 40, ("2",)), "unknown group": (2, 40, ("2",))}
-    (text,) = [text for text in job.notes if "sends and receives" in text]
-    assert (
-        text.startswith("rank 0: the process group of 2 sends and receives is unknown")
-        and "-- COMMAND" in text
-    )
+    job = read(tmp_path, events, groups=TWO_GROUPS)
+    calls = {call.mesh_dim: (call.count, call.bytes, call.callers) for call in job.collectives}
+    assert calls == {"1": (1, 40, ("2",)), "2": (1, 40, ("2",)), "unknown group": (2, 40, ("2",))}
+    unknown = r"rank 0: the process group of 2 sends and receives is unknown.*-- COMMAND"
+    assert [bool(re.match(unknown, text)) for text in job.notes if "sends and receives" in text] == [True]
 
 
 def test_gloo_groups_are_identified_on_all_ranks_or_none(tmp_path: Path) -> None:
-    groups = [{"pg_name": str(n), "pg_desc": f"mesh_{n}", "ranks": [0, 1]} for n in (1, 2)]
-    for rank in range(2):
-        # A group has two threads; on rank 1 one of them had nothing to do.
-        tids = (50, 51, 60, 61) if rank == 0 else (50, 51, 60, 60)
-        events = [e for n, tid in enumerate(tids) for e in gloo(n * 100, 20, tid=tid)]
-        write(tmp_path, [*events, op("aten::mm", 500, 5)], rank, groups=groups)
+    # A group has two threads; on rank 1 one of them had nothing to do.
+    for rank, threads in enumerate([(50, 51, 60, 61), (50, 51, 60, 60)]):
+        events = [call for n, tid in enumerate(threads) for call in gloo(n * 100, 20, tid=tid)]
+        write(tmp_path, [*events, op("aten::mm", 500, 5)], rank, groups=TWO_GROUPS)
     assert {call.mesh_dim for call in read_job([tmp_path / "rank0.json"]).collectives} == {"1", "2"}
     assert {call.mesh_dim for call in read_job([tmp_path]).collectives} == {"unknown group"}
 
@@ -369,7 +400,7 @@ def test_call_counts_in_the_step_that_issued_it(tmp_path: Path) -> None:
     issued = [-50.0, 900.0, 1900.0, 2900.0, 3500.0]
     events = [launch(at, n) for n, at in enumerate(issued)]
     events += [nccl(at + 700, 50, correlation=n) for n, at in enumerate(issued)]
-    call = one(read(tmp_path, [*steps(3), *events]))
+    call = only_call(read(tmp_path, [*steps(3), *events]))
     assert (call.count, call.in_steps) == (5, 3)
 
 
@@ -389,58 +420,56 @@ def test_read_job_keeps_the_complete_events_of_a_cut_file(tmp_path: Path, packed
 
 @pytest.mark.parametrize("damage", [b'"name": \x00', b'"name": gemm"', b'"name": [{', b'"name": "a\xff"'])
 def test_damaged_event_is_skipped(tmp_path: Path, damage: bytes) -> None:
-    good, bad = text_of(NESTED), b'"name": "gemm"'
-    at = good.index(bad, len(good) // 2)
-    (tmp_path / "t.json").write_bytes(good[:at] + damage + good[at + len(bad) :])
-    job = read_job([tmp_path / "t.json"])
+    name = b'"name": "gemm"'
+    before, after = SOUND[: len(SOUND) // 2], SOUND[len(SOUND) // 2 :]
+    job = read_text(tmp_path, before + after.replace(name, damage, 1))
     lost = 0 if b"\xff" in damage else 1  # a letter
     assert job.ranks[0].computation_s == pytest.approx((200 - lost) * 5e-6)
     assert any("excluded 1 damaged event" in text for text in job.notes) == bool(lost)
 
 
-@pytest.mark.parametrize("form", ["array", "trailing comma", "one line", "header after"])
-def test_read_job_accepts_variants_of_the_json(tmp_path: Path, form: str) -> None:
-    text = text_of(NESTED, {} if form == "header after" else None)
-    if form == "array":
-        text = text[text.index(b"[", text.index(b"traceEvents")) : text.rindex(b"]") + 1]
-    elif form == "trailing comma":
-        text = text[: text.rindex(b"]")] + b", " + text[text.rindex(b"]") :]
-    elif form == "one line":
-        text = text.replace(b"\n", b"").replace(b"}, ", b"},")
-    else:
-        info = {"rank": 3, "world_size": 8}
-        frames = {str(n): {"name": "f", "parent": "0"} for n in range(3000)}
-        text = text_of(NESTED, {}, stackFrames=frames, distributedInfo=info)
-    (tmp_path / "t.json").write_bytes(text)
-    job = read_job([tmp_path / "t.json"])
-    assert job.ranks[0].computation_s == pytest.approx(1e-3)
-    assert not any("cut off" in text or "damaged" in text for text in job.notes)
-    assert job.ranks[0].rank == (3 if form == "header after" else 0)
+SOUND = text_of(NESTED)
+STACK_FRAMES = {str(n): {"name": "f", "parent": "0"} for n in range(3000)}
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "rank"),
     [
-        text_of([]),
-        b"",
-        b"{}",
-        b'{"traceEvents": 3}',
-        b"\x1f\x8b\x08",
-        gzip.compress(b"\0" * 2**22),
-        b"PK\x03\x04" * 99,
+        pytest.param(
+            SOUND[SOUND.index(b"[", SOUND.index(b"traceEvents")) : SOUND.rindex(b"]") + 1], 0, id="array"
+        ),
+        pytest.param(b", ]".join(SOUND.rsplit(b"]", 1)), 0, id="trailing comma"),
+        pytest.param(SOUND.replace(b"\n", b"").replace(b"}, ", b"},"), 0, id="one line"),
+        pytest.param(
+            text_of(NESTED, {}, stackFrames=STACK_FRAMES, distributedInfo={"rank": 3, "world_size": 8}),
+            3,
+            id="header after",
+        ),
     ],
 )
-def test_read_job_refuses_other_files_in_one_line(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "t.json").write_bytes(text)
-    with pytest.raises(DtbenchError) as caught:
-        read_job([tmp_path])
-    assert "\n" not in str(caught.value) and "expected" in str(caught.value)
+def test_read_job_accepts_variants_of_the_json(tmp_path: Path, text: bytes, rank: int) -> None:
+    job = read_text(tmp_path, text)
+    assert (job.ranks[0].rank, job.ranks[0].computation_s) == (rank, pytest.approx(1e-3))
+    assert not any("cut off" in text or "damaged" in text for text in job.notes)
 
 
-def test_read_job_refuses_a_trace_of_another_tool(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_bytes(text_of([event("Layout", 1, 5, "blink"), event("v8", 9, 5, "op")], {}))
-    with pytest.raises(DtbenchError, match="expected a profiler's trace"):
-        read_job([tmp_path])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, "expected its JSON") for text in (b"", b"{}", b'{"traceEvents": 3}', b"PK\x03\x04" * 99)),
+        (text_of([]), "expected a profiler's trace"),
+        (gzip.compress(b"\0" * 2**22), "expected its JSON"),
+        (b"\x1f\x8b\x08", "expected its JSON"),
+        # A trace of another tool.
+        (
+            text_of([event("Layout", 1, 5, "blink"), event("v8", 9, 5, "op")], {}),
+            "expected a profiler's trace",
+        ),
+    ],
+)
+def test_read_job_refuses_other_files_in_one_line(tmp_path: Path, text: bytes, expected: str) -> None:
+    with pytest.raises(DtbenchError, match=rf"^[^\n]*{expected}[^\n]*\Z"):
+        read_text(tmp_path, text)
 
 
 # ---- several ranks ----
@@ -451,16 +480,13 @@ def ranks_of(
 ) -> Job:
     """10 all-reduces; rank `late` comes to each 300 us after the others, and all leave together."""
     for rank in range(count):
-        shift = apart_us * rank
+        group = {"Process Group Ranks": str(list(range(count))), "Group size": count}
+        late_us = 300 if rank == late else rank
         events = []
         for n in range(10):
-            start = n * 1000 + (300 if rank == late else rank) + shift
-            numbered = {"Seq": n} if seq else {}
-            own = {"Process Group Ranks": str(list(range(count))), "Group size": count} | numbered
-            events += [
-                kernel(n * 1000 + shift, 100),
-                nccl(start + 100, n * 1000 + 500 + shift - start, **own),
-            ]
+            begin = n * 1000 + apart_us * rank
+            call = group | ({"Seq": n} if seq else {})
+            events += [kernel(begin, 100), nccl(begin + 100 + late_us, 500 - late_us, **call)]
         write(tmp_path, events, rank, world=count, **more)
     return read_job([tmp_path])
 
@@ -481,11 +507,8 @@ def test_waits_name_the_last_rank_and_the_time_of_the_others(
     assert waits.waiting_s["0"] == pytest.approx(3e-3, abs=10 * error + 1e-9)
     assert ("sequence number" if seq else "order") in job.aligned_by
     assert job.ranks[1].clock_offset_s == pytest.approx(-apart_us / 1e6, abs=1e-4)
-    assert one_of(job, 1).transfer_s == pytest.approx(200e-6, abs=error + 1e-9)
-
-
-def one_of(job: Job, rank: int) -> Collective:
-    return next(call for call in job.collectives if call.rank == rank)
+    (transfer_s,) = (call.transfer_s for call in job.collectives if call.rank == 1)
+    assert transfer_s == pytest.approx(200e-6, abs=error + 1e-9)
 
 
 def test_missing_ranks_give_no_waits(tmp_path: Path) -> None:
@@ -507,12 +530,11 @@ def test_traces_that_start_at_different_calls_match_by_sequence_number(tmp_path:
 
 def test_waits_of_subgroups_use_separate_clocks(tmp_path: Path) -> None:
     """On 2 x 2 ranks, the calls of each pair have the same sequence numbers."""
-    for rank, n in itertools.product(range(4), range(1)):
-        pair = rank // 2 * 2
+    for rank in range(4):
+        pair, late_us = rank // 2 * 2, 100 * (rank == 3)
         group = {"pg_name": f"tp{pair}", "pg_desc": "mesh_tp", "ranks": [pair, pair + 1]}
-        own = {"Process Group Name": group["pg_name"], "Process Group Ranks": str(group["ranks"])}
-        ts = [at * 1000 + 100 * (rank == 3) for at in range(n, 8)]
-        events = [nccl(at, at // 1000 * 1000 + 200 - at, Seq=k, **own) for k, at in enumerate(ts)]
+        members = {"Process Group Name": group["pg_name"], "Process Group Ranks": str(group["ranks"])}
+        events = [nccl(n * 1000 + late_us, 200 - late_us, Seq=n, **members) for n in range(8)]
         write(tmp_path, events, rank, world=4, groups=[group])
     job = read_job([tmp_path])
     assert any("share no collective" in text for text in job.notes)
@@ -567,5 +589,5 @@ def test_oversized_traces_are_refused(tmp_path: Path, filler: bytes, monkeypatch
 
 def test_deeply_nested_event_is_skipped(tmp_path: Path) -> None:
     deep = b'"x": ' + b"[" * 100_000 + b"]" * 100_000 + b', "name": "gemm"'
-    (tmp_path / "t.json").write_bytes(text_of(NESTED).replace(b'"name": "gemm"', deep, 1))
-    assert read_job([tmp_path]).ranks[0].computation_s == pytest.approx(199 * 5e-6)
+    job = read_text(tmp_path, SOUND.replace(b'"name": "gemm"', deep, 1))
+    assert job.ranks[0].computation_s == pytest.approx(199 * 5e-6)
