@@ -1,7 +1,5 @@
 """Lets `pytest suites` measure the built-in suites through `dtbench.pytest_plugin`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -21,8 +21,6 @@ Counters, per pass over all tensors: `collectives` issued, `bytes_copied` on thi
 besides inputs and results.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +68,7 @@ class Gradients:
     @functools.lru_cache(maxsize=1)
     def make(
         cls, group: dist.ProcessGroup, number: int, count: int, dtype: torch.dtype, device: torch.device
-    ) -> Gradients:
+    ) -> "Gradients":
         rank, n = group.rank(), group.size()
         return cls(group, [summed_values(rank, n, count, dtype, device, start=k) for k in range(number)])
 

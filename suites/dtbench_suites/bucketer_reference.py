@@ -7,8 +7,6 @@ gets a new zeroed output. So each byte is copied three times and zeroed once. Ca
 Unlike fairscale's, the collective gets flat tensors, because gloo and the fake backend reject two-dimensional inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

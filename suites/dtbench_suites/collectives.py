@@ -13,8 +13,6 @@ S is defined as in nccl-tests. Each mesh dim is measured **alone** (one group co
 ("dp+tp") is measured, too.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

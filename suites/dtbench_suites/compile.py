@@ -14,8 +14,6 @@ Counters describe the graphs that AOTAutograd passes to a backend: `graph_breaks
 gradients are compared with plain torch on full tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import types

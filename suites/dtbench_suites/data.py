@@ -4,23 +4,17 @@ Test data are small integers. Their sum is exact in every dtype and in every ord
 bit by bit and no error can hide within a tolerance.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from dtbench.suite import RunOptions, Skip
+from dtbench.suite import RunOptions, Skip, World
 from dtbench.suite.mesh import joint_dim
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from dtbench.suite import World
 
 # Impl -> the library that provides its DTensor API and tensor parallelism.
 DTENSOR_MODULES = {"core": "dtbench_core", "torch": "torch.distributed.tensor"}

@@ -24,8 +24,6 @@ Counters measure memory: `bytes_per_tensor` in the cases of `from_local`, `bytes
 `add` unless the run is quick.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -5,8 +5,6 @@ simulated process group moves no data, so only global shape and dtype of the res
 tensor_parallel suites check the values on real ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -11,8 +11,6 @@ way; the gradient of a table is placed like the table.
 Values are small integers, so embeddings and gradients are compared with plain torch bit by bit.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

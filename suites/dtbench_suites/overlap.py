@@ -15,8 +15,6 @@ In the cases with a nonzero `late_ms`, one rank per layer arrives that much late
 data). An impl that waits immediately is delayed by every late rank, one that waits at first use only by itself.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -14,8 +14,6 @@ cost per gradient. `kernels` is device time of the same work, recorded as a CUDA
 bandwidth relative to that of `copy` shows how close packing comes to a plain copy on the device.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

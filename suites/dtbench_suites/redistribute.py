@@ -8,8 +8,6 @@ of the full tensor. `groups` and `mode` have the meaning of the collectives suit
 isolated, one size in each other regime. Results in old files without these params were measured together and isolated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

@@ -14,8 +14,6 @@ addmm and mlp are the benchmarks of torch's first tensor-parallel API. Outputs a
 the full model.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The loss is Huber's on log(predicted / measured), so that an error of 10 % weigh
 least squares would fit the largest sizes alone. Each octave of sizes has the same weight, however many sizes it has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,7 +48,7 @@ class Accuracy(NamedTuple):
     worst_ratio: float
 
     @staticmethod
-    def of(predicted: Sequence[float] | Array, measured: Sequence[float] | Array) -> Accuracy:
+    def of(predicted: Sequence[float] | Array, measured: Sequence[float] | Array) -> "Accuracy":
         logs = np.abs(np.log(np.asarray(predicted) / np.asarray(measured)))
         return Accuracy(float(np.exp(logs.mean())), float(np.exp(logs.max())))
 

@@ -8,8 +8,6 @@ The noise floor is the difference between launches: each new launch is predicted
 the launches to which the topology was fitted. A model with a single time per size cannot do much better.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -208,7 +206,7 @@ def score_split(run: Run) -> Validation:
     )
 
 
-def _scored(models: Models, dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
+def _scored(models: "Models", dims: Sequence[MeasuredDim], *, use_fitted: bool) -> tuple[CallGroup, ...]:
     errors: dict[str, _Errors] = {}
     for dim in dims:
         for kind, call in dim.all_calls():
@@ -284,7 +282,7 @@ def _common(
     return common
 
 
-def _differences(models: Models, dims: Sequence[MeasuredDim]) -> Iterator[str]:
+def _differences(models: "Models", dims: Sequence[MeasuredDim]) -> Iterator[str]:
     """Describes differences between the topology and the runs that may cause errors."""
     for dim in dims:
         calibrated = models.dims[dim.name]

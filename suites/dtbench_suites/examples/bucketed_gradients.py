@@ -6,8 +6,6 @@ Each rank passes its gradients to the bucketer one by one; a callback receives i
 its own results.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

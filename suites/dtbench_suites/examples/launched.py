@@ -1,7 +1,5 @@
 """Helpers that the example programs share: the process group, printing on rank 0, checks."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

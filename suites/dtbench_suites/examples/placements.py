@@ -6,8 +6,6 @@ Every line runs for all ranks. A LocalTensor holds and prints the local tensors 
 results.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

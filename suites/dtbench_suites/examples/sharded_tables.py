@@ -6,8 +6,6 @@ For every sharding, each rank wraps its local shards with their offsets in the t
 them. The program checks its own results. Without -e it shows all shardings.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import tempfile

@@ -6,8 +6,6 @@ PairwiseParallel shards the first linear layer by columns and the second by rows
 The program checks its own results.
 """
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -6,8 +6,6 @@ Prints the graph, in which the wait stands directly before the first use of the 
 results.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
