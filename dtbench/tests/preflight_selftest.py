@@ -12,7 +12,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -65,19 +65,14 @@ def gather_pool(world: ExaminedWorld, reps: int) -> Generator[ProbeCommand, Answ
     for kind, rounds in rounds_of(world.hosts).items():
         first = yield pairs(rounds[:1], 2, FIRST_BYTES)
         size = fitting(FIRST_BYTES, median(min(first[a][0]) for a, _ in rounds[0]))
-        together = yield pairs(rounds, reps, size)
-        all_pairs = [pair for pairs_of_round in rounds for pair in pairs_of_round]
-        alone = yield pairs([(pair,) for pair in all_pairs], reps // 2, size)
+        alone = [(pair,) for pairs_of_round in rounds for pair in pairs_of_round]
         pool["pairs"][kind] = {
-            "bytes": size,
-            "screen": {
-                f"{a}-{b}": slower_times(together, r, a, b) for r, one in enumerate(rounds) for a, b in one
-            },
-            "alone": {f"{a}-{b}": slower_times(alone, at, a, b) for at, (a, b) in enumerate(all_pairs)},
+            "screen": _times_of_pairs((yield pairs(rounds, reps, size)), rounds),
+            "alone": _times_of_pairs((yield pairs(alone, reps // 2, size)), alone),
         }
     everyone = list(range(world.size))
-    places = pool["places"] = yield {"do": "place"}
-    turns = turns_of(everyone, places)
+    pool["places"] = yield {"do": "place"}
+    turns = turns_of(everyone, pool["places"])
     for kind in (MATMUL, COPY):
         pool["work"][kind] = {"all": (yield work(kind, turns, reps)), "beside": []}
         for _ in range(PEERS):
@@ -86,9 +81,17 @@ def gather_pool(world: ExaminedWorld, reps: int) -> Generator[ProbeCommand, Answ
         if len(groups[0]) > 1:
             command = {"do": "all_reduce", "dim": dim, "ranks": everyone, "reps": 2, "bytes": FIRST_BYTES}
             first = yield command
-            size = fitting(FIRST_BYTES, median(min(of) for of in first))
+            size = fitting(FIRST_BYTES, median(min(times) for times in first))
             pool["dims"][dim] = yield command | {"reps": reps, "bytes": size}
     return pool
+
+
+def _times_of_pairs(answers: Answers, rounds: Sequence[Sequence[tuple[int, int]]]) -> dict[str, list[float]]:
+    return {
+        f"{a}-{b}": slower_times(answers, at, a, b)
+        for at, pairs_of_round in enumerate(rounds)
+        for a, b in pairs_of_round
+    }
 
 
 class Gathering(Coordinator):
@@ -101,8 +104,7 @@ class Gathering(Coordinator):
         self._path = path
 
     def examining(self, world: ExaminedWorld) -> Examining:
-        pool = yield from gather_pool(world, REPS)
-        self._path.write_text(json.dumps(pool))
+        self._path.write_text(json.dumps((yield from gather_pool(world, REPS))))
         return Examination(world)
 
     def conclude(self, examination: Examination, seconds: float) -> int:
@@ -121,14 +123,14 @@ class PoolAnswers:
         self._left: dict[str, list[Any]] = {}
         self._passes: Counter[str] = Counter()
         self.world = ExaminedWorld(tuple(pool["hosts"]), tuple((name, size) for name, size in pool["mesh"]))
-        self._of_pair = {pair: kind for kind, of in pool["pairs"].items() for pair in of["screen"]}
+        self._kinds = {pair: kind for kind, times in pool["pairs"].items() for pair in times["screen"]}
 
     def answer(self, command: ProbeCommand) -> list[Any]:
         """Returns the answer of each rank."""
         if command["do"] == "place":
             return list(self._pool["places"])
-        kinds = {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}
-        return kinds[command["do"]](command)
+        answers = {"pairs": self._pairs, "work": self._work, "all_reduce": self._all_reduce}
+        return answers[command["do"]](command)
 
     def _draw(self, key: str, times: Sequence[Any], count: int) -> list[Any]:
         if len(self._left.get(key, ())) < count:
@@ -137,33 +139,35 @@ class PoolAnswers:
 
     def _pairs(self, command: ProbeCommand) -> list[Any]:
         answers: list[list[Any]] = [[None] * len(command["rounds"]) for _ in self.world.hosts]
-        for at, one in enumerate(command["rounds"]):
-            how = "alone" if len(one) == 1 and command["reps"] == 1 else "screen"
-            for a, b in one:
-                of = self._pool["pairs"][self._of_pair[f"{a}-{b}"]][how]
-                answers[a][at] = answers[b][at] = self._draw(
-                    f"{how} {a}-{b}", of[f"{a}-{b}"], command["reps"]
-                )
+        for at, pairs_of_round in enumerate(command["rounds"]):
+            how = "alone" if len(pairs_of_round) == 1 and command["reps"] == 1 else "screen"
+            for a, b in pairs_of_round:
+                pair = f"{a}-{b}"
+                times = self._pool["pairs"][self._kinds[pair]][how][pair]
+                answers[a][at] = answers[b][at] = self._draw(f"{how} {pair}", times, command["reps"])
         return answers
 
     def _work(self, command: ProbeCommand) -> list[Any]:
-        kind, reps = command["kind"], command["reps"]
+        name = kind = command["kind"]
         ranks = {rank for turn in command["turns"] for rank in turn}
-        of, name = self._pool["work"][kind]["all"], kind
+        times = self._pool["work"][kind]["all"]
         if len(ranks) < self.world.size:  # measured again, beside each peer in another pass
             number = self._passes[kind] % PEERS
             self._passes[kind] += 1
-            of, name = self._pool["work"][kind]["beside"][number], f"{kind} {number}"
-        return [
-            self._draw(f"{name} {rank}", times, reps) if rank in ranks else []
-            for rank, times in enumerate(of)
-        ]
+            times, name = self._pool["work"][kind]["beside"][number], f"{kind} {number}"
+        return self._draw_of_ranks(name, times, ranks, command["reps"])
 
     def _all_reduce(self, command: ProbeCommand) -> list[Any]:
-        dim, ranks = command["dim"], command["ranks"]
+        dim = command["dim"]
+        return self._draw_of_ranks(dim, self._pool["dims"][dim], command["ranks"], command["reps"])
+
+    def _draw_of_ranks(
+        self, name: str, times: Sequence[Any], ranks: Collection[int], count: int
+    ) -> list[Any]:
+        """Draws for each of `ranks`; `times` has those of all ranks."""
         return [
-            self._draw(f"{dim} {rank}", of, command["reps"]) if rank in ranks else []
-            for rank, of in enumerate(self._pool["dims"][dim])
+            self._draw(f"{name} {rank}", drawn_from, count) if rank in ranks else []
+            for rank, drawn_from in enumerate(times)
         ]
 
 
@@ -218,18 +222,16 @@ def selftest(output: Path) -> int:
     check_output_path(output)
     hosts.require_abilities()
     rows, reached = [], True
-    for left, launches in STATES.items():
-        pools = [_gather(left) for _ in range(launches)]
-        slow = None if left == 1 else SLOW_HOST
-        tally = judge(pools, TRIALS if slow is None else FAULT_TRIALS, slow)
-        words = f"link at {left:.0%}: named the host in {share(tally.named, tally.trials)}; "
-        words = (
-            "healthy: " if slow is None else words
-        ) + f"named another in {share(tally.wrong, tally.trials)}"
+    for rate, launches in STATES.items():
+        slow = None if rate == 1 else SLOW_HOST
+        trials = TRIALS if slow is None else FAULT_TRIALS
+        tally = judge([_gather(rate) for _ in range(launches)], trials, slow)
+        found = f"link at {rate:.0%}: named the host in {share(tally.named, tally.trials)}; "
+        words = f"{'healthy: ' if slow is None else found}named another in {share(tally.wrong, tally.trials)}"
         click.echo(words)
         rows.append({"state": words, "launches": launches, **vars(tally)})
-        reached &= tally.wrong <= FALSE * tally.trials
-        reached &= slow is None or tally.named >= FOUND * tally.trials
+        found_enough = slow is None or tally.named >= FOUND * trials
+        reached &= found_enough and tally.wrong <= FALSE * trials
     content = {"kind": "preflight-selftest", "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}
     write_atomically(output, json.dumps(content, indent=1) + "\n", lambda _: False, "result of the self-test")
     return EXIT_OK if reached else EXIT_INCONCLUSIVE

@@ -23,7 +23,7 @@ from dtbench.cost.plan.machines import (
     find_machine,
     machine_called,
 )
-from dtbench.cost.plan.step import ITEM, bytes_per_step, memory_of, model_flops, predict_step
+from dtbench.cost.plan.step import ITEM, StepTime, bytes_per_step, memory_of, model_flops, predict_step
 from dtbench.cost.plan.training import (
     PLAIN,
     Software,
@@ -68,8 +68,8 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, micro_batch: int = 1, **more: 
     return TrainingLayout(tp, pp, dp, more.pop("fsdp", 1), micro_batch, **more)
 
 
-def total(of: TrainingJob, how: TrainingLayout, machine: MachineSpec = MACHINE) -> float:
-    return predict_step(of, how, machine, NodeLinks(machine)).total_s
+def predicted(job: TrainingJob, layout: TrainingLayout) -> StepTime:
+    return predict_step(job, layout, MACHINE, LINKS)
 
 
 # ----------------------------------------------------------------------------------------- a step
@@ -78,15 +78,16 @@ def total(of: TrainingJob, how: TrainingLayout, machine: MachineSpec = MACHINE) 
 def test_model_flops_match_the_published_formula() -> None:
     """Narayanan et al. 2021, section 5.1: 96 B s l h^2 (1 + s / 6h + V / 16 l h); of the layers one pass of four is
     recomputation."""
-    b, s, layers, h, vocab = 32, 1024, 8, 1024, 51200
-    published = 96 * b * s * layers * h**2 * (0.75 * (1 + s / (6 * h)) + vocab / (16 * layers * h))
+    batch, sequence, layers, hidden, vocab = 32, 1024, 8, 1024, 51200
+    attention = 0.75 * (1 + sequence / (6 * hidden))
+    published = 96 * batch * sequence * layers * hidden**2 * (attention + vocab / (16 * layers * hidden))
     assert model_flops(job(1)) == pytest.approx(published)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_pipeline_bubble_has_first_and_last_micro_batches(chunks: int) -> None:
     """arXiv 2104.04473: (p - 1) / m of the layers' time, over the chunks."""
-    step = predict_step(job(4, vocab=1), layout(pp=4, chunks=chunks), MACHINE, LINKS)
+    step = predicted(job(4, vocab=1), layout(pp=4, chunks=chunks))
     assert step.bubble_s == pytest.approx(step.compute_s * 3 / 32 / chunks, rel=1e-3)
     assert step.total_s == pytest.approx(
         step.compute_s + step.exposed_s + step.bubble_s + step.once_s, rel=1e-12
@@ -94,35 +95,31 @@ def test_pipeline_bubble_has_first_and_last_micro_batches(chunks: int) -> None:
 
 
 def test_tensor_parallel_collectives_overlap_with_weight_gradients() -> None:
-    step = predict_step(job(8), layout(tp=8), MACHINE, LINKS)
-    one = 1024 * 1024 * 2 / 100e9
-    weights = 2 * 1024 * 12 * 1024**2 / 8 / 1e14  # one forward pass, as long as the weights' gradients
-    assert step.tensor_s == pytest.approx(32 * 8 * (2 * one + 2 * max(0, one - weights / 2)), rel=1e-3)
+    all_reduce_s = 1024 * 1024 * 2 / 100e9
+    weights_s = 2 * 1024 * 12 * 1024**2 / 8 / 1e14  # one forward pass, as long as the weights' gradients
+    exposed_s = 2 * all_reduce_s + 2 * max(0, all_reduce_s - weights_s / 2)
+    assert predicted(job(8), layout(tp=8)).tensor_s == pytest.approx(32 * 8 * exposed_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 16), (8, 16)])
 def test_gradients_between_nodes_share_adapters(tp: int, dp: int) -> None:
     """Whether a node's GPUs hold parts of one copy or eight copies, a node sends the same bytes."""
-    of = job(tp * dp)
     sent = 2 * 15 / 16 * (GPT.layers * GPT.layer_elements(tp) + GPT.vocab_elements(tp)) * 2 * tp
-    assert predict_step(of, layout(tp=tp, dp=dp), MACHINE, LINKS).data_s == pytest.approx(
-        sent / 100e9, rel=1e-6
-    )
+    assert predicted(job(tp * dp), layout(tp=tp, dp=dp)).data_s == pytest.approx(sent / 100e9, rel=1e-6)
 
 
 def test_overlap_leaves_only_the_last_layers_gradients_exposed() -> None:
-    of, how = job(16, batch=512), layout(dp=16, micro_batch=32)
-    alone = predict_step(of, how, MACHINE, LINKS).data_s
-    hidden = predict_step(replace(of, software=replace(PLAIN, overlap=True)), how, MACHINE, LINKS).data_s
-    assert hidden == pytest.approx(alone / GPT.layers)
+    exposed, hidden = (
+        predicted(job(16, 512, replace(PLAIN, overlap=overlap)), layout(dp=16, micro_batch=32)).data_s
+        for overlap in (False, True)
+    )
+    assert hidden == pytest.approx(exposed / GPT.layers)
 
 
 def test_fsdp_gathers_in_every_micro_batch() -> None:
-    of = job(8, batch=16)
-    once, sharded = (predict_step(of, layout(dp=8, fsdp=n), MACHINE, LINKS).data_s for n in (1, 8))
-    assert sharded == pytest.approx(
-        2 * 1.5 * once
-    )  # two micro batches; gathers and a scatter of half an all-reduce each
+    once, sharded = (predicted(job(8, batch=16), layout(dp=8, fsdp=shards)).data_s for shards in (1, 8))
+    # Two micro batches; gathers and a scatter of half an all-reduce each.
+    assert sharded == pytest.approx(2 * 1.5 * once)
 
 
 # ---------------------------------------------------------------------------------------- memory
@@ -167,10 +164,9 @@ def test_stage_layers_can_be_uneven() -> None:
     assert stage_layers(structs.replace(GPT, layers=11), 4) == (3, 3, 3, 2)
     # nanotron's, of which a head costs as much as four layers: the last of four stages has one and the head
     assert stage_layers(built_in_models()["nanotron-1b"], 4, by_cost=True) == (5, 5, 5, 1)
-    for pp in range(1, 33):
-        for by_cost in (False, True):
-            assert sum(stage_layers(LLAMA, pp, by_cost)) == LLAMA.layers
-    even, uneven = (total(job(4, vocab=1, layers=layers), layout(pp=4)) for layers in (8, 9))
+    divided = {sum(stage_layers(LLAMA, pp, by_cost)) for pp in range(1, 33) for by_cost in (False, True)}
+    assert divided == {LLAMA.layers}
+    even, uneven = (predicted(job(4, vocab=1, layers=layers), layout(pp=4)).total_s for layers in (8, 9))
     assert uneven == pytest.approx(even * 3 / 2, rel=0.1)  # as slow as its slowest stage
 
 
@@ -178,8 +174,8 @@ def test_ring_latency_grows_with_ranks() -> None:
     slow = NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, latency_us=50)))
     for nodes in (2, 4, 64):
         ranks = 8 * nodes
-        sent = 2**28 * (ranks - 1) / ranks / 100e9
-        assert slow.collective("all_gather", 2**28, ranks, 1) == pytest.approx(sent + 50e-6 * (ranks - 1))
+        expected_s = (ranks - 1) * (2**28 / ranks / 100e9 + 50e-6)
+        assert slow.collective("all_gather", 2**28, ranks, 1) == pytest.approx(expected_s)
     assert slow.collective("all_reduce", 1, 512, 1) == pytest.approx(12 * 50e-6, rel=1e-3)  # a tree's
 
 
@@ -188,9 +184,9 @@ def test_weights_stay_gathered_in_a_sharded_pipeline() -> None:
     model, how = built_in_models()["llama-405b"], TrainingLayout(8, 8, 8, 8, 4, 1, "full")
     held = memory_of(TrainingJob(model, 512, 256, 8192), how, structs.replace(H100.fitted, gradient_bytes=4))
     elements = 16 * model.layer_elements(8)  # of the inner stages; the first has 15 and the embedding
-    assert held.weights == pytest.approx(2 * elements * (1 + 1 / 8))
-    assert held.gradients == pytest.approx(4 * elements * (1 + 1 / 8))
-    assert held.optimizer == pytest.approx(12 * elements / 8)
+    assert (held.weights, held.gradients, held.optimizer) == pytest.approx(
+        (2 * elements * (1 + 1 / 8), 4 * elements * (1 + 1 / 8), 12 * elements / 8)
+    )
     assert memory_of(job(8, software=Software(zero=2)), layout(dp=8)).gradients == pytest.approx(
         2 * GPT.elements() / 8
     )
@@ -202,54 +198,51 @@ def test_expert_parallel_ranks_share_experts_and_exchange_tokens() -> None:
     assert memory_of(moe, alone).weights - memory_of(moe, shared).weights == pytest.approx(
         2 * 32 * 7 * LLAMA.mlp_elements()
     )
-    step = predict_step(moe, shared, MACHINE, LINKS)
-    routed = 4096 * 2 * 4096 * 2
-    assert step.tensor_s == pytest.approx(32 * 4 * LINKS.collective("all_to_all", routed, 8, 1))
-    assert predict_step(moe, alone, MACHINE, LINKS).tensor_s == 0
+    exchange_s = LINKS.collective("all_to_all", 4096 * 2 * 4096 * 2, 8, 1)
+    assert predicted(moe, shared).tensor_s == pytest.approx(32 * 4 * exchange_s)
+    assert predicted(moe, alone).tensor_s == 0
 
 
 def test_context_parallel_ranks_share_a_sequence() -> None:
-    of = TrainingJob(LLAMA, 8, 8, 65536)
-    one, four = layout(dp=8), layout(dp=2, cp=4)
-    assert memory_of(of, four).activations == pytest.approx(memory_of(of, one).activations / 4)
-    long = predict_step(of, four, MACHINE, LINKS)
+    long, four = TrainingJob(LLAMA, 8, 8, 65536), layout(dp=2, cp=4)
     assert four.ranks == 8
-    assert long.compute_s == pytest.approx(
-        predict_step(of, layout(dp=2), MACHINE, LINKS).compute_s / 4, rel=1e-3
-    )
+    assert memory_of(long, four).activations == pytest.approx(memory_of(long, layout(dp=8)).activations / 4)
+    unshared = predicted(long, layout(dp=2))
+    assert predicted(long, four).compute_s == pytest.approx(unshared.compute_s / 4, rel=1e-3)
 
 
 # ---------------------------------------------------------------------------------------- search
 
 
-def planned(of: TrainingJob, limit: float = 80 * 2**30) -> search.PlanFile:
-    return search.search_layouts(of, MACHINE, LINKS, limit)
+def planned(job: TrainingJob, limit: float = 80 * 2**30) -> search.PlanFile:
+    return search.search_layouts(job, MACHINE, LINKS, limit)
 
 
 def test_search_returns_the_fastest_layouts() -> None:
-    of = job(16, software=Software())
-    plan = planned(of)
-    everything = list(search.all_layouts(of, MACHINE))
-    assert len(everything) == len(set(everything)) == plan.considered
-    times = {how: total(of, how) for how in everything if memory_of(of, how).total <= 80 * 2**30}
-    assert len(times) == plan.fitting and plan.best[0].step_s == min(times.values())
-    splits = [tuple(one.layout[name] for name in ("tp", "pp", "dp", "fsdp")) for one in plan.best]
+    training = job(16, software=Software())
+    plan = planned(training)
+    layouts = list(search.all_layouts(training, MACHINE))
+    assert len(layouts) == len(set(layouts)) == plan.considered
+    times = [
+        predicted(training, how).total_s for how in layouts if memory_of(training, how).total <= 80 * 2**30
+    ]
+    assert (len(times), min(times)) == (plan.fitting, plan.best[0].step_s)
+    splits = [tuple(found.layout[name] for name in ("tp", "pp", "dp", "fsdp")) for found in plan.best]
     assert len(set(splits)) == len(splits)
 
 
 def test_all_layouts_use_all_gpus_and_divide_the_batch() -> None:
     for how in search.all_layouts(job(48, batch=96, software=Software()), MACHINE):
-        assert how.tp * how.pp * how.dp == 48 and how.dp % how.fsdp == 0
+        assert how.tp * how.pp * how.dp == 48
         assert how.micro_batches(96) * how.micro_batch * how.dp == 96
-        assert GPT.layers % (how.pp * how.chunks) == 0
+        assert how.dp % how.fsdp == GPT.layers % (how.pp * how.chunks) == 0
         assert how.chunks == 1 or how.micro_batches(96) % how.pp == 0
     splits = {(how.tp, how.pp) for how in search.all_layouts(job(16, batch=16), MACHINE)}
     assert splits == {(tp, pp) for tp, pp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8)) if tp * pp <= 16}
 
 
 def test_search_respects_the_memory_limit() -> None:
-    of = job(8, batch=64, software=Software())
-    wide, narrow = planned(of), planned(of, limit=2**30)
+    wide, narrow = (planned(job(8, 64, Software()), limit) for limit in (80 * 2**30, 2**30))
     assert narrow.fitting < wide.fitting and sum(narrow.best[0].memory_bytes.values()) <= 2**30
     assert narrow.best[0].step_s >= wide.best[0].step_s
 
@@ -260,12 +253,13 @@ def test_search_respects_the_memory_limit() -> None:
 @pytest.mark.parametrize(("inner", "slower"), [(1, 1), (2, 4), (4, 4), (8, 1)])
 def test_groups_that_share_adapters_get_a_reduced_bandwidth(inner: int, slower: float) -> None:
     """One group per node, or eight with an adapter each, reach the full bandwidth; two or four groups a quarter."""
-    alone, shared = (
-        NodeLinks(structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share)))
+    full_s, reduced_s = (
+        NodeLinks(
+            structs.replace(MACHINE, network=structs.replace(MACHINE.network, shared=share))
+        ).collective("all_reduce", 2**30, 16, inner)
         for share in (1.0, 0.25)
     )
-    times = [links.collective("all_reduce", 2**30, 16, inner) for links in (alone, shared)]
-    assert times[1] == pytest.approx(slower * times[0], rel=1e-6)
+    assert reduced_s == pytest.approx(slower * full_s, rel=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -347,8 +341,7 @@ def test_model_called_knows_names_of_published_tables(tmp_path: Path) -> None:
         "1b": "mpt-1b",
         "Qwen3 30B a3B (w/o MTP)": "qwen3-30b-a3b",
     }
-    for name, model in names.items():
-        assert model_called(name) == find_model(model)
+    assert [model_called(name) for name in names] == [find_model(model) for model in names.values()]
     assert model_called("no such") is None
     with pytest.raises(UsageError, match="expected one of llama-8b, llama-70b"):
         find_model("lama-8b")
@@ -361,13 +354,14 @@ LAYOUT = TrainingLayout(tp=2, pp=1, dp=4, fsdp=1, micro_batch=1)
 
 def test_bytes_per_step_by_dim() -> None:
     job = TrainingJob(LLAMA, 8, 8, 2048)
-    with_fsdp = bytes_per_step(job, replace(LAYOUT, fsdp=4), H100)
-    # Two blocks a layer, in each 2 collectives ahead and 3 back, of all activations; two micro batches.
-    assert with_fsdp["tp"] == LLAMA.layers * 2 * 2 * 5 * 2048 * LLAMA.hidden * ITEM
-    weights = (LLAMA.layers * LLAMA.layer_elements(2) + LLAMA.vocab_elements(2)) * ITEM
-    gradients = weights / ITEM * H100.fitted.gradient_bytes
-    assert with_fsdp["fsdp"] == pytest.approx(2 * (2 * weights + gradients))
-    assert set(with_fsdp) == {"tp", "fsdp"}
+    elements = LLAMA.layers * LLAMA.layer_elements(2) + LLAMA.vocab_elements(2)
+    assert bytes_per_step(job, replace(LAYOUT, fsdp=4), H100) == pytest.approx(
+        {
+            # Two blocks a layer, in each 2 collectives ahead and 3 back, of all activations; two micro batches.
+            "tp": LLAMA.layers * 2 * 2 * 5 * 2048 * LLAMA.hidden * ITEM,
+            "fsdp": 2 * (2 * elements * ITEM + elements * H100.fitted.gradient_bytes),
+        }
+    )
     assert set(bytes_per_step(job, LAYOUT, H100)) == {"tp", "dp"}
     with pytest.raises(ValueError, match="pp=2"):
         bytes_per_step(job, replace(LAYOUT, pp=2, dp=2), H100)
@@ -391,10 +385,7 @@ def test_job_is_compared_with_the_required_volume() -> None:
     assert (tp.mesh_dim, tp.measured_bytes) == ("tp", 0)
     assert dp.ratio == pytest.approx(2) and dp.dtypes == ("float32",)
     assert re.fullmatch(r"dp transfers .* a step \(float32\), 2.00x the .* that the layout requires", str(dp))
-    for layout, message in {
-        "tp=2;": "expected NAME=COUNT",
-        "tp=3": "has 6 ranks, expected the job's 8",
-    }.items():
+    for layout, message in (("tp=2;", "expected NAME=COUNT"), ("tp=3", "has 6 ranks, expected the job's 8")):
         with pytest.raises(UsageError, match=message):
             compare_volumes(job, "llama-8b", layout)
 
@@ -439,8 +430,7 @@ def test_system_is_found_however_it_is_spelt() -> None:
         return [system.name for system in find_systems(systems, name)]
 
     kind = named("8xH100")
-    assert {"8xH100-AWS-p5", "8xH100-HBM3"} < set(kind)
-    assert all(name.lower().startswith("8xh100") for name in kind)
+    assert {"8xH100-AWS-p5", "8xH100-HBM3"} < set(kind) and {name.lower()[:6] for name in kind} == {"8xh100"}
     assert kind == named("h100-8x") == named("8X-h100") == named("H100_8x")
     assert named("8xh100-aws-P5") == named("h100-8x-aws-p5") == ["8xH100-AWS-p5"]
     assert all(named(system.name) == [system.name] for system in systems)
@@ -449,9 +439,5 @@ def test_system_is_found_however_it_is_spelt() -> None:
 
 
 def test_table_of_steps_names_a_system_by_count() -> None:
-    assert [machine_called(name) for name in ("8xH100", "8xb200", "DGX-H100", "2x")] == [
-        "h100-8x",
-        "b200-8x",
-        "h100-8x",
-        None,
-    ]
+    machines = {"8xH100": "h100-8x", "8xb200": "b200-8x", "DGX-H100": "h100-8x", "2x": None}
+    assert {name: machine_called(name) for name in machines} == machines

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def read(tmp_path: Path, text: str, sequence: int = 4096) -> measured_steps.Meas
     return measured_steps.read_steps(read_table(path), H100, sequence)
 
 
+def plan(dtbench: Cli, *words: str) -> Any:
+    """Runs `dtbench plan ... --json`, which must succeed, and returns what it printed."""
+    code, out, err = dtbench("plan", *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def refused(dtbench: Cli, *words: str) -> str:
+    """Runs `dtbench plan`, which must refuse its input, and returns the line that it printed."""
+    code, _, err = dtbench("plan", *words)
+    assert (code, err.count("\n")) == (2, 1)
+    return err
+
+
 # ------------------------------------------------------------------------------------- the CSV format
 
 
@@ -53,9 +68,11 @@ def read(tmp_path: Path, text: str, sequence: int = 4096) -> measured_steps.Meas
 )
 def test_titles_ignore_case_order_and_punctuation(text: str, tmp_path: Path) -> None:
     (step,) = read(tmp_path, text).steps
-    assert step.time_s == pytest.approx(0.2197)
-    assert step.layout == layout(tp=2, pp=2, dp=2, micro_batch=4)
-    assert step.job == TrainingJob(measured_steps.gpt(1024, 16, 24), 8, 32, 1024, PLAIN)
+    assert (step.time_s, step.layout, step.job) == (
+        pytest.approx(0.2197),
+        layout(tp=2, pp=2, dp=2, micro_batch=4),
+        TrainingJob(measured_steps.gpt(1024, 16, 24), 8, 32, 1024, PLAIN),
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,11 +112,8 @@ def test_titles_ignore_case_order_and_punctuation(text: str, tmp_path: Path) -> 
 def test_invalid_tables_are_refused_in_one_line(
     text: str, message: str, tmp_path: Path, dtbench: Cli
 ) -> None:
-    path = tmp_path / "steps.csv"
-    path.write_text(text)
-    code, _, err = dtbench("plan", "--validate", str(path))
-    assert code == 2
-    assert message in err and len(err.splitlines()) == 1
+    (tmp_path / "steps.csv").write_text(text)
+    assert message in refused(dtbench, "--validate", "steps.csv")
 
 
 PLAYBOOK = """model,nodes,mbs,grad_acc,gbs,dp,pp,tp,zero,mfu_pct,tok_per_s_per_gpu,tok_per_s,gpu_mem_gb
@@ -115,11 +129,13 @@ PLAYBOOK = """model,nodes,mbs,grad_acc,gbs,dp,pp,tp,zero,mfu_pct,tok_per_s_per_g
 def test_missing_properties_are_assumed_and_unsupported_rows_left_out(tmp_path: Path) -> None:
     measured = read(tmp_path, PLAYBOOK)
     small, large = measured.steps
-    assert (small.line, large.line) == (2, 3)
+    assert (small.line, small.time_s, small.memory) == (2, pytest.approx(256 * 4096 / 312045), 24.2e9)
     assert small.job == TrainingJob(built_in_models()["nanotron-1b"], 8, 256, 4096, Software(zero=1))
-    assert small.time_s == pytest.approx(256 * 4096 / 312045) and small.memory == 24.2e9
-    assert large.layout == TrainingLayout(2, 4, 2, 1, 1)
-    assert large.job.software == Software(zero=0)
+    assert (large.line, large.layout, large.job.software) == (
+        3,
+        TrainingLayout(2, 4, 2, 1, 1),
+        Software(zero=0),
+    )
     assert {reason.partition(":")[0]: lines for reason, lines in measured.left_out.items()} == {
         "the time is missing": [4],
         "micro batch x gradient accumulation x data parallel is not the global batch": [5],
@@ -129,8 +145,8 @@ def test_missing_properties_are_assumed_and_unsupported_rows_left_out(tmp_path: 
     assert any("sequence length 4096" in note for note in measured.notes)
     assert "the time comes from the column tokens/s; not used: tokens/s/gpu, mfu_pct" in measured.notes
     assert read(tmp_path, PLAYBOOK, sequence=2048).steps[0].job.sequence == 2048
-    fast = read(tmp_path, PLAYBOOK.replace("312045", "9312045"))
-    assert "1 of 2 rows exceed the peak FLOP/s of h100-8x: check --machine" in fast.notes
+    notes = read(tmp_path, PLAYBOOK.replace("312045", "9312045")).notes
+    assert "1 of 2 rows exceed the peak FLOP/s of h100-8x: check --machine" in notes
 
 
 def test_every_column_affects_the_step(tmp_path: Path) -> None:
@@ -143,23 +159,21 @@ def test_every_column_affects_the_step(tmp_path: Path) -> None:
         "sequence parallel,flash attention,overlap,training,memory (GiB),tokens/s/gpu\n"
         f"DGX-H100,{tmp_path}/moe.json,64,64,1,8192,2,2,2,4,8,MXFP8,selective,2,no,no,no,pre-training,40,4096\n",
     ).steps
-    assert step.layout == TrainingLayout(
-        2, 2, 8, 16, 1, 2, "selective", 2, 4
-    )  # 8 shards of dp are 16 of dp x cp
+    # 8 shards of dp are 16 of dp x cp.
+    assert step.layout == TrainingLayout(2, 2, 8, 16, 1, 2, "selective", 2, 4)
     assert (step.job.model.experts, step.job.model.layers) == (8, 32)
     assert step.job.software == Software(False, False, False, precision="fp8")
     assert (step.time_s, step.memory) == (pytest.approx(64 * 8192 / 4096 / 64), 40 * 2**30)
 
 
 def test_rows_of_other_machines_and_unsupported_training_are_left_out(tmp_path: Path) -> None:
-    rows = ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")
-    text = "\n".join(f"{row},8,64,2,9000" for row in rows)
-    measured = read(tmp_path, f"model,system,training,gpus,global batch,micro batch,tokens/s\n{text}\n")
-    assert [step.line for step in measured.steps] == [2]
-    assert measured.left_out == {
-        "DGX-B200 is not h100-8x": [3],
-        "training of low-rank adapters is not supported": [4],
-    }
+    rows = [f"{row},8,64,2,9000\n" for row in ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")]
+    titles = "model,system,training,gpus,global batch,micro batch,tokens/s\n"
+    measured = read(tmp_path, titles + "".join(rows))
+    assert ([step.line for step in measured.steps], measured.left_out) == (
+        [2],
+        {"DGX-B200 is not h100-8x": [3], "training of low-rank adapters is not supported": [4]},
+    )
     systems = {"DGX-H100": "h100-8x", "h100_80gb": "h100-8x", "NVIDIA GB200": "gb200", "T4": None}
     assert {words: machine_called(words) for words in systems} == systems
 
@@ -171,17 +185,16 @@ def test_table_of_collectives_is_predicted_from_the_machine(tmp_path: Path, dtbe
         "system,op,n_gpus,bytes,time_us\n"
         f"h200_sxm,all_gather,4,{size:.0f},{us}\nh200_sxm,alltoall,8,1024,10\nh100_sxm,all_reduce,8,1024,10\n"
     )
-    code, out, err = dtbench("plan", "--validate", str(path), "--machine", "h200-8x", "--json")
-    assert code == 0, err
-    content = json.loads(out)
-    labels = [row["label"] for row in content["rows"]]
-    assert labels == [f"all_gather of 4 GPUs: {size:.0f} B", "all_to_all of 8 GPUs: 1024 B"]
-    assert content["rows"][0]["predicted_s"] == pytest.approx(us * 1e-6)
+    content = plan(dtbench, "--validate", str(path), "--machine", "h200-8x")
+    gathered, exchanged = content["rows"]
+    assert (gathered["label"], exchanged["label"]) == (
+        f"all_gather of 4 GPUs: {size:.0f} B",
+        "all_to_all of 8 GPUs: 1024 B",
+    )
+    assert gathered["predicted_s"] == pytest.approx(us * 1e-6)
     assert "1 row: h100_sxm is not h200-8x (line 4)" in content["verdict"]
     path.write_text(f"size(B),time(ns),busbw(GB/s),time(ns)\n{2**20},44210,23.7,1\n")  # in place is not read
-    code, out, err = dtbench("plan", "--validate", str(path), "--gpus", "8", "--json")
-    assert code == 0, err
-    (row,) = json.loads(out)["rows"]
+    (row,) = plan(dtbench, "--validate", str(path), "--gpus", "8")["rows"]
     assert (row["label"], row["measured_s"]) == ("all_reduce of 8 GPUs: 1048576 B", pytest.approx(44.21e-6))
 
 
@@ -202,9 +215,7 @@ def test_published_steps_are_predicted_as_accurately_as_documented(
     file: str, machine: str, most: float, coverage: float, dtbench: Cli
 ) -> None:
     """Halves of tables that the constants were not fitted to are in results/plan."""
-    code, out, err = dtbench("plan", "--validate", str(STEPS / f"{file}.csv"), "--machine", machine, "--json")
-    assert code == 0, err
-    content = json.loads(out)
+    content = plan(dtbench, "--validate", str(STEPS / f"{file}.csv"), "--machine", machine)
     rows = content["rows"]
     error = sum(abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows) / len(rows)
     assert content["mean_error"] == pytest.approx(error) and error < most
@@ -220,18 +231,21 @@ def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> No
         error=ErrorBounds(low=0.5, high=4.0, kinds={"one node": (0.9, 1.1)}),
         fitted_range={"GPUs": (1, 64), "parameters": (1e8, 1e11), "tokens a sequence": (1024, 1024)},
     )
-    assert prediction_intervals.interval(job(8), layout(dp=8), machine) == (0.9, 1.1)
-    assert prediction_intervals.interval(job(64), layout(dp=64), machine) == (0.5, 4.0)
-    assert prediction_intervals.extrapolation(job(64), machine) is None
-    assert prediction_intervals.interval(job(256), layout(dp=256), machine) == pytest.approx(
-        (0.5**1.8, 4**1.8)
-    )
     # Beyond the measured range, errors in one direction may also occur in the other.
     slow = structs.replace(machine, error=ErrorBounds(low=1.25, high=2.0, kinds={}))
-    assert prediction_intervals.interval(job(256), layout(dp=256), slow) == pytest.approx((0.5**1.8, 2**1.8))
-    assert prediction_intervals.interval(job(64), layout(dp=64), slow) == (1.25, 2.0)
-    says = prediction_intervals.extrapolation(job(256), machine)
-    assert says == "extrapolated beyond the steps that round was fitted to: 256 GPUs (4.00x outside 1 to 64)"
+    for judged, gpus, interval in (
+        (machine, 8, (0.9, 1.1)),
+        (machine, 64, (0.5, 4.0)),
+        (machine, 256, (0.5**1.8, 4**1.8)),
+        (slow, 64, (1.25, 2.0)),
+        (slow, 256, (0.5**1.8, 2**1.8)),
+    ):
+        found = prediction_intervals.interval(job(gpus), layout(dp=gpus), judged)
+        assert found == pytest.approx(interval)
+    assert [prediction_intervals.extrapolation(job(gpus), machine) for gpus in (64, 256)] == [
+        None,
+        "extrapolated beyond the steps that round was fitted to: 256 GPUs (4.00x outside 1 to 64)",
+    ]
     sparse = prediction_intervals.error_of(["one node"] * 10, [1.0] * 9 + [2.0])
     assert (sparse.high, sparse.kinds) == (2.0, {})  # of few steps the whole range
     assert sparse.low <= prediction_intervals.LAUNCH_TO_LAUNCH[0]
@@ -250,50 +264,40 @@ def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> No
     ],
 )
 def test_invalid_machines_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    content = json.loads((Path(machines.__file__).parent / "machines" / "a100-8x.json").read_text()) | change
+    valid = json.loads((Path(machines.__file__).parent / "machines" / "a100-8x.json").read_text())
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(DtbenchError, match="--machine") as raised:
+    path.write_text(json.dumps(valid | change))
+    with pytest.raises(DtbenchError, match=f"--machine .*{re.escape(message)}"):
         find_machine(str(path))
-    assert message in str(raised.value)
 
 
 # --------------------------------------------------------------------------------- the command line
 
+SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
+
 
 def test_plan_tables_and_json_agree(dtbench: Cli) -> None:
-    options = ("plan", "--model", "llama-8b", "--gpus", "16", "--batch", "32")
-    code, out, _ = dtbench(*options, "--json")
-    assert code == 0
-    content = json.loads(out)
+    content = plan(dtbench, *SEARCH)
     best = content["best"][0]
     assert content["parameters"] == built_in_models()["llama-8b"].elements()
     assert best["step_s"] == pytest.approx(sum(best["parts_s"].values()))
     assert best["low_s"] < best["step_s"] < best["high_s"]
-    assert all(sum(one["memory_bytes"].values()) <= content["limit_bytes"] for one in content["best"])
-    code, out, _ = dtbench(*options)
-    assert code == 0
-    assert best["words"] in out and best["why"].partition(",")[0] in out
+    assert max(sum(found["memory_bytes"].values()) for found in content["best"]) <= content["limit_bytes"]
+    code, out, _ = dtbench("plan", *SEARCH)
+    assert code == 0 and best["words"] in out and best["why"].partition(",")[0] in out
 
 
 def test_fitted_machine_can_be_used(tmp_path: Path, dtbench: Cli) -> None:
     machine = str(tmp_path / "machine.json")
     few = tmp_path / "few.csv"
     few.write_text("\n".join([TITLES, *[GOOD] * 7]))
-    code, _, err = dtbench("plan", "--fit", str(few), "-o", machine)
-    assert (code, "got 7 measured steps, expected at least 8" in err) == (2, True)
+    assert "got 7 measured steps, expected at least 8" in refused(dtbench, "--fit", str(few), "-o", machine)
     code, out, err = dtbench("plan", "--fit", str(STEPS / "a100-64-gpus.csv"), "-o", machine)
-    assert code == 0, err
-    assert "mean error" in out and f"to {machine}" in out
+    assert code == 0 and "mean error" in out and f"to {machine}" in out, err
     assert find_machine(machine).fitted_on == "a100-64-gpus.csv"
-    table = str(STEPS / "a100-256-gpus.csv")
-    _, out, _ = dtbench("plan", "--validate", table, "--machine", machine, "--json")
-    assert json.loads(out)["mean_error"] < 0.12  # 6.5 % seen
-    code, _, err = dtbench("plan", "--machine", machine, "--model", "llama-8b", "--gpus", "8", "--batch", "8")
-    assert code == 0, err
-
-
-SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
+    validation = plan(dtbench, "--validate", str(STEPS / "a100-256-gpus.csv"), "--machine", machine)
+    assert validation["mean_error"] < 0.12  # 6.5 % seen
+    assert plan(dtbench, *SEARCH, "--machine", machine)["best"]
 
 
 @pytest.mark.parametrize(
@@ -324,20 +328,13 @@ SEARCH = ["--model", "llama-8b", "--gpus", "8", "--batch", "8"]
     ],
 )
 def test_invalid_input_is_reported_in_one_line(options: list[str], message: str, dtbench: Cli) -> None:
-    code, _, err = dtbench("plan", *options)
-    assert code == 2
-    assert message in err and len(err.splitlines()) == 1
+    assert message in refused(dtbench, *options)
 
 
 def test_topology_determines_the_links(tmp_path: Path, dtbench: Cli) -> None:
-    times = []
+    times_s = []
     for bandwidth in (20.0, 2.0):
-        dim = ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")
-        path = tmp_path / f"{bandwidth:g}.json"
-        write_topology(a_topology(dim), path)
-        code, out, err = dtbench(
-            "plan", "--model", "llama-8b", "--gpus", "64", "--batch", "64", "--topology", str(path), "--json"
-        )
-        assert code == 0, err
-        times.append(json.loads(out)["best"][0]["step_s"])
-    assert times[1] > times[0] * 1.1 and math.isfinite(times[1])
+        write_topology(a_topology(ring_dim("dp", 4, bandwidth, 5.0, "all_reduce")), tmp_path / "t.json")
+        content = plan(dtbench, *SEARCH, "--gpus", "64", "--batch", "64", "--topology", "t.json")
+        times_s.append(content["best"][0]["step_s"])
+    assert times_s[0] * 1.1 < times_s[1] < math.inf

@@ -44,26 +44,20 @@ def test_rounds_are_of_disjoint_pairs(n: int) -> None:
     for pairs_of_round in rounds:
         ranks = [rank for pair in pairs_of_round for rank in pair]
         assert len(set(ranks)) == len(ranks)
-        assert all(0 <= a < b < n for a, b in pairs_of_round)
+    pairs = list(itertools.chain(*rounds))
+    assert all(0 <= a < b < n for a, b in pairs)
     if n <= ALL_PAIRS_UP_TO:
-        assert sorted(pair for pairs_of_round in rounds for pair in pairs_of_round) == [
-            (a, b) for a in range(n) for b in range(a + 1, n)
-        ]
-        assert len(rounds) <= n
+        assert sorted(pairs) == list(itertools.combinations(range(n), 2)) and len(rounds) <= n
     else:
-        assert {rank for pairs_of_round in rounds for pair in pairs_of_round for rank in pair} == set(
-            range(n)
-        )
+        assert set(itertools.chain(*pairs)) == set(range(n))
 
 
 def test_kinds_of_links_are_not_mixed() -> None:
     hosts = ("a", "a", "b", "b", "b", "c")
-    rounds_by_kind = rounds_of(hosts)
-    for kind, rounds in rounds_by_kind.items():
-        for a, b in (pair for pairs_of_round in rounds for pair in pairs_of_round):
-            assert (hosts[a] == hosts[b]) == (kind == INSIDE)
-    assert {pair for one in rounds_by_kind[INSIDE] for pair in one} == {(0, 1), (2, 3), (2, 4), (3, 4)}
-    assert {pair for one in rounds_by_kind[BETWEEN] for pair in one} == {(0, 2), (1, 3), (0, 5), (2, 5)}
+    assert {kind: set(itertools.chain(*rounds)) for kind, rounds in rounds_of(hosts).items()} == {
+        INSIDE: {(0, 1), (2, 3), (2, 4), (3, 4)},
+        BETWEEN: {(0, 2), (1, 3), (0, 5), (2, 5)},
+    }
     assert set(rounds_of(("a", "b"))) == {BETWEEN} and set(rounds_of(("a", "a"))) == {INSIDE}
 
 
@@ -96,8 +90,8 @@ class FakeRanks:
         everyone = range(self.world.size)
         if command["do"] == "pairs":
             answers: list[list[Any]] = [[None] * len(command["rounds"]) for _ in everyone]
-            for at, one in enumerate(command["rounds"]):
-                for a, b in one:
+            for at, pairs_of_round in enumerate(command["rounds"]):
+                for a, b in pairs_of_round:
                     speed = 1e9 if self.world.hosts[a] == self.world.hosts[b] else 1e8
                     seconds = command["bytes"] / speed / self._link(a, b)
                     answers[a][at] = [self._time(seconds) for _ in range(command["reps"])]
@@ -137,10 +131,11 @@ def test_examine_healthy_world_has_no_findings(hosts: int) -> None:
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.1])
 def test_examine_names_only_the_slow_host(hosts: int, share: float) -> None:
     for seed in range(5):
-        examination = FakeRanks(hosts_of(hosts), slow_rank(2, share), seed=seed).examine()
-        assert [(one.ranks, one.kind) for one in examination.findings] == [((2,), BETWEEN)], seed
-        assert examination.findings[0].what == "host node-2"
-        assert examination.findings[0].share == pytest.approx(share, rel=0.05)
+        findings = FakeRanks(hosts_of(hosts), slow_rank(2, share), seed=seed).examine().findings
+        assert [(finding.ranks, finding.kind, finding.what) for finding in findings] == [
+            ((2,), BETWEEN, "host node-2")
+        ], seed
+        assert findings[0].share == pytest.approx(share, rel=0.05)
 
 
 PAIRED = hosts_of(4, 2)
@@ -162,8 +157,8 @@ PAIRED = hosts_of(4, 2)
 def test_examine_names_a_slow_link_host_or_rank(
     hosts: list[str], slow: Callable[[int, int], object], named: dict[str, tuple[int, ...]]
 ) -> None:
-    examination = FakeRanks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine()
-    assert {finding.what: finding.ranks for finding in examination.findings} == named
+    findings = FakeRanks(hosts, lambda a, b: 0.6 if slow(a, b) else 1.0).examine().findings
+    assert {finding.what: finding.ranks for finding in findings} == named
 
 
 def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
@@ -172,21 +167,21 @@ def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
     assert turns_of(range(3), [("a", [0], 4)] * 3) == [[0], [1], [2]]
     assert turns_of(range(3), [("a", [], 64)] * 3) == [[0, 1, 2]]  # each on a GPU
     ranks = FakeRanks(hosts_of(1, 8), work={3: 0.5})
-    assert [one.what for one in ranks.examine().findings] == ["rank 3 (node-0)"]
-    assert all(
-        len(turn) <= 2 for command in ranks.commands if command["do"] == "work" for turn in command["turns"]
-    )
+    assert [finding.what for finding in ranks.examine().findings] == ["rank 3 (node-0)"]
+    turns = itertools.chain(*(command["turns"] for command in ranks.commands if command["do"] == "work"))
+    assert max(map(len, turns)) <= 2
 
 
 def test_examine_repeats_a_slow_measurement_before_naming_it() -> None:
     """A hiccup in the screen: the exchanges of one rank are slow in the first rounds only."""
     ranks = FakeRanks(hosts_of(8))
+    ranks._link = lambda a, b: 0.5 if 3 in (a, b) and not repeats(ranks) else 1.0
+    assert ranks.examine().findings == [] and repeats(ranks)
 
-    def again() -> bool:
-        return any(command["do"] == "pairs" and command["reps"] == 1 for command in ranks.commands)
 
-    ranks._link = lambda a, b: 0.5 if 3 in (a, b) and not again() else 1.0
-    assert ranks.examine().findings == [] and again()
+def repeats(ranks: FakeRanks) -> bool:
+    """Whether an exchange was measured again."""
+    return any(command["do"] == "pairs" and command["reps"] == 1 for command in ranks.commands)
 
 
 def printed(examination: Examination, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
@@ -203,25 +198,19 @@ def test_table_shows_the_repeated_measurement_that_the_verdict_rests_on(
 ) -> None:
     """A first measurement is slow, the repeated one is not: whoever reads the table can follow the verdict."""
     ranks = FakeRanks(hosts_of(8))
-
-    def screening() -> bool:
-        return not any(c["do"] == "pairs" and c["reps"] == 1 for c in ranks.commands)
-
-    slow = {3} if kind == "rank" else {3, 5}
     if kind == "work":
         ranks._work = {3: 0.5}
         ranks.answer = forgetting(ranks)  # type: ignore[method-assign]
     else:
-        ranks._link = lambda a, b: 0.5 if slow <= {a, b} and screening() else 1.0
+        slow = {3} if kind == "rank" else {3, 5}
+        ranks._link = lambda a, b: 0.5 if slow <= {a, b} and not repeats(ranks) else 1.0
     table, verdict = printed(ranks.examine(), capsys)
     assert verdict.endswith("nothing below 90% of its peers (1 suspect measured again)")
     (again,) = table[next(i for i, row in enumerate(table) if row[0].startswith("measured again")) + 1 :]
     suspect, peers = (float(cell.split()[0]) for cell in again[1:3])
     ratio = peers / suspect if kind == "work" else suspect / peers
-    assert again[-1] == "like its peers" and float(again[3].rstrip("%")) / 100 == pytest.approx(
-        ratio, abs=0.01
-    )
-    assert ratio > 0.9
+    assert again[-1] == "like its peers" and ratio > 0.9
+    assert float(again[3].rstrip("%")) / 100 == pytest.approx(ratio, abs=0.01)
 
 
 def forgetting(ranks: FakeRanks) -> Callable[[dict[str, Any]], list[Any]]:
@@ -229,10 +218,10 @@ def forgetting(ranks: FakeRanks) -> Callable[[dict[str, Any]], list[Any]]:
     answer = ranks.answer
 
     def answers(command: dict[str, Any]) -> list[Any]:
-        found = answer(command)
+        times = answer(command)
         if command["do"] == "work" and command["kind"] == MATMUL:
             ranks._work = {}
-        return found
+        return times
 
     return answers
 
@@ -244,18 +233,18 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     examination = FakeRanks(hosts_of(hosts, 2), noise=noise, seed=seed).examine()
     again = {(recheck.finding.kind, recheck.finding.ranks) for recheck in examination.rechecks}
     cut = any("were measured again" in note for note in examination.notes)
-    for kind, of in examination.pairs.items():
-        usual = median(map(of.seconds, of.exchanges))
-        for a, b in of.exchanges:
+    for kind, times in examination.pairs.items():
+        usual = median(map(times.seconds, times.exchanges))
+        for a, b in times.exchanges:
             assert (
-                not (usual / of.seconds((a, b)) < 0.9)
+                usual / times.seconds((a, b)) >= 0.9
                 or cut
-                or len(of.exchanges) < 2
+                or len(times.exchanges) < 2
                 or again & {(kind, (a, b)), (kind, (a,)), (kind, (b,))}
             )
-    for kind, times in examination.work_s.items():
-        for rank, seconds in enumerate(times):
-            assert median(times) / seconds >= 0.9 or cut or len(times) < 3 or (kind, (rank,)) in again
+    for kind, work_s in examination.work_s.items():
+        for rank, seconds in enumerate(work_s):
+            assert median(work_s) / seconds >= 0.9 or cut or len(work_s) < 3 or (kind, (rank,)) in again
     uncertain = [
         recheck for recheck in examination.rechecks if recheck.finding.share <= 0.9 and not recheck.slow
     ]
@@ -266,10 +255,8 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:
-    infos = [
-        {"host": host, "boot_id": kernel}
-        for host, kernel in (("a", 1), ("localhost", 2), ("localhost", 3), ("a", 1))
-    ]
+    hosts = (("a", 1), ("localhost", 2), ("localhost", 3), ("a", 1))
+    infos = [{"host": host, "boot_id": kernel} for host, kernel in hosts]
     assert names_of(infos) == ("a", "localhost#0", "localhost#1", "a")
 
 
@@ -278,15 +265,12 @@ def test_hosts_of_one_name_are_told_apart_by_their_kernels() -> None:
 
 def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
     """Gathered from made-up ranks, by the program that gathers from real ones."""
-    healthy, slow = FakeRanks(hosts_of(8)), FakeRanks(hosts_of(8), slow_rank(5, 0.8))
-    pools = [selftest.drive(selftest.gather_pool(ranks.world, 30), ranks.answer) for ranks in (healthy, slow)]
-    for pool, slow_host, named, wrong in (
-        (pools[0], None, 0, 0),
-        (pools[1], 5, 20, 0),
-        (pools[1], 4, 0, 20),
-    ):
-        tally = selftest.judge([pool], 20, slow_host)
-        assert (tally.named, tally.wrong) == (named, wrong)
+    healthy, slow = (
+        selftest.drive(selftest.gather_pool(ranks.world, 30), ranks.answer)
+        for ranks in (FakeRanks(hosts_of(8)), FakeRanks(hosts_of(8), slow_rank(5, 0.8)))
+    )
+    counts = [selftest.judge([pool], 20, host) for pool, host in ((healthy, None), (slow, 5), (slow, 4))]
+    assert [(count.named, count.wrong) for count in counts] == [(0, 0), (20, 0), (0, 20)]
 
 
 # --------------------------------------------------------------------------------------- what is written
@@ -315,37 +299,42 @@ def test_preflight_sentence_names_slow_ranks() -> None:
 )
 def test_verdict_without_peers_is_not_healthy(hosts: list[str], link: float, unjudged: str) -> None:
     examination = FakeRanks(hosts, lambda _a, _b: link, noise=0.001).examine()
-    line = summary_line(file_of(examination, 3.0, "cpu"))
-    assert line.startswith(f"preflight: {'no verdict' if unjudged else 'healthy'} (")
-    assert line.endswith(unjudged or "nothing below 90% of its peers")
+    reason = unjudged or "nothing below 90% of its peers"
+    assert re.fullmatch(
+        rf"preflight: {'no verdict' if unjudged else 'healthy'} \(.*{reason}",
+        summary_line(file_of(examination, 3.0, "cpu")),
+    )
     assert bool(examination.unjudged) == bool(unjudged)
+
+
+def compared_with_topology(examination: Examination, times_as_long: float) -> Examination:
+    """Compares an examination whose ranks are one group of dp, which took so many times as long as expected."""
+    ranks = examination.world.size
+    topology = a_topology(ring_dim("dp", ranks, 100.0, 1.0, "all_reduce"))
+    expected_s = estimate_collective(topology.dims[0], "all_reduce", ranks, 2**26).high_us * 1e-6
+    groups, times_s = (tuple(range(ranks)),), (expected_s * times_as_long,)
+    examination.dims = {"dp": DimTimes(dim="dp", groups=groups, size_bytes=2**26, times_s=times_s)}
+    compare_with(topology, examination)
+    return examination
 
 
 @pytest.mark.parametrize(("times_as_long", "word"), [(1.0, "as expected"), (2.0, "slow")])
 def test_two_ranks_are_judged_by_what_is_expected(times_as_long: float, word: str) -> None:
-    topology = a_topology(ring_dim("dp", 2, 100.0, 1.0, "all_reduce"))
-    expected_s = estimate_collective(topology.dims[0], "all_reduce", 2, 2**26).high_us * 1e-6
-    examination = FakeRanks(hosts_of(2)).examine()
-    dim = DimTimes(dim="dp", groups=((0, 1),), size_bytes=2**26, times_s=(expected_s * times_as_long,))
-    examination.dims = {"dp": dim}
-    compare_with(topology, examination)
+    examination = compared_with_topology(FakeRanks(hosts_of(2)).examine(), times_as_long)
     assert summary_line(file_of(examination, 3.0, "cpu")).startswith(f"preflight: {word} (2 ranks on 2 hosts")
 
 
-def test_a_mesh_dim_that_is_slower_than_the_topology_is_named() -> None:
-    topology = a_topology(ring_dim("dp", 8, 100.0, 1.0, "all_reduce"))
-    expected_s = estimate_collective(topology.dims[0], "all_reduce", 8, 2**26).high_us * 1e-6
-    for times_as_long, named in ((1.1, False), (2.0, True)):
-        examination = Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),)))
-        times = (expected_s * times_as_long,)
-        examination.dims = {
-            "dp": DimTimes(dim="dp", groups=(tuple(range(8)),), size_bytes=2**26, times_s=times)
-        }
-        compare_with(topology, examination)
-        assert [one.what for one in examination.findings] == ["mesh dim dp compared with --expect"] * named
-    other = Examination(ExaminedWorld(("a", "b"), (("tp", 2),)))
-    compare_with(topology, other)
-    assert other.unjudged == ["--expect has mesh dim dp, measured here: none"]
+@pytest.mark.parametrize(("times_as_long", "named"), [(1.1, False), (2.0, True)])
+def test_a_mesh_dim_that_is_slower_than_the_topology_is_named(times_as_long: float, named: bool) -> None:
+    examination = Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),)))
+    findings = compared_with_topology(examination, times_as_long).findings
+    assert [finding.what for finding in findings] == ["mesh dim dp compared with --expect"] * named
+
+
+def test_mesh_dim_of_the_topology_that_was_not_measured_is_not_judged() -> None:
+    examination = Examination(ExaminedWorld(("a", "b"), (("tp", 2),)))
+    compare_with(a_topology(ring_dim("dp", 8, 100.0, 1.0, "all_reduce")), examination)
+    assert examination.unjudged == ["--expect has mesh dim dp, measured here: none"]
 
 
 # -------------------------------------------------------------------------------------- real ranks
@@ -364,9 +353,8 @@ def test_real_ranks_are_examined_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_under_torchrun_too_and_its_time_is_limited(tmp_path: Path) -> None:
     torchrun = (str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", "--no-python")
-    done = programs.start_fresh(*torchrun, *programs.FRESH, "preflight", "--timeout", "200", cwd=tmp_path)
-    assert done.returncode in (0, 1), done.stderr
-    assert "preflight: " in done.stdout.splitlines()[-1]
-    done = programs.start_fresh(*torchrun, *programs.FRESH, "preflight", "--timeout", "0.2", cwd=tmp_path)
-    assert "no verdict" in done.stderr  # torchrun itself ends with 1
-    assert "peers" not in done.stdout
+    command = (*torchrun, *programs.FRESH, "preflight", "--timeout")
+    done = programs.start_fresh(*command, "200", cwd=tmp_path)
+    assert done.returncode in (0, 1) and "preflight: " in done.stdout.splitlines()[-1], done.stderr
+    late = programs.start_fresh(*command, "0.2", cwd=tmp_path)
+    assert "no verdict" in late.stderr and "peers" not in late.stdout  # torchrun itself ends with 1

@@ -1,13 +1,14 @@
 """Validation scores each model on new launches, whose errors are known in advance."""
 
 import functools
+import itertools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
+from msgspec import structs
 
 from dtbench.cost.calibration import calibrate
 from dtbench.cost.calibration.validate import Validation, score_runs, score_split
@@ -22,9 +23,8 @@ SIZES = made_up.SIZES
 
 
 def results(scale: float = 1.0, launch: int = 0, **changes: Any) -> list[Result]:
-    options = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 6, "modes": ["together"]}
-    measured = made_up.collectives(launch, launch=launch, launch_factor=scale, **{**options, **changes})
-    return list(measured)
+    options = {"names": RING_COLLECTIVES, "noise": 0.0, "samples": 6, "modes": ["together"]} | changes
+    return list(made_up.collectives(launch, launch=launch, launch_factor=scale, **options))
 
 
 def run_of(measured: list[Result], run_id: str = "new", **changes: Any) -> Run:
@@ -33,7 +33,7 @@ def run_of(measured: list[Result], run_id: str = "new", **changes: Any) -> Run:
 
 @functools.cache
 def fitted(*scales: float) -> CalibratedTopology:
-    measured = [r for k, scale in enumerate(scales) for r in results(scale, k)]
+    measured = [result for launch, scale in enumerate(scales) for result in results(scale, launch)]
     return calibrate([run_of(measured, "fitted")])
 
 
@@ -44,19 +44,17 @@ def ratio(validation: Validation, model: str, regime: str = "all", group: str = 
 
 def test_scores_and_noise_floor_match_the_launches() -> None:
     """Fitted on launches of 0.9, 1 and 1.1; new ones take 1.2 and 0.8 of what the formula says."""
-    new = run_of([*results(1.2, 0), *results(0.8, 1)])
-    validation = score_runs(fitted(0.9, 1.0, 1.1), [new])
+    validation = score_runs(fitted(0.9, 1.0, 1.1), [run_of([*results(1.2, 0), *results(0.8, 1)])])
     expected = math.exp((math.log(1.2) - math.log(0.8)) / 2)
-    for model in ("ring", "table"):
-        assert ratio(validation, model) == pytest.approx(expected, rel=2e-3)
-    (group,) = validation.groups
-    assert group.scores["table"]["all"].points == 2 * 2 * 3 * len(SIZES)
-    assert group.scores["table"]["all"].median_error == pytest.approx(
-        (1 - 1 / 1.2 + 1 / 0.8 - 1) / 2, rel=2e-3
+    assert [ratio(validation, model) for model in ("ring", "table")] == pytest.approx(
+        [expected] * 2, rel=2e-3
     )
+    (group,) = validation.groups
+    table = group.scores["table"]["all"]
+    assert table.points == 2 * 2 * 3 * len(SIZES)
+    assert table.median_error == pytest.approx((1 - 1 / 1.2 + 1 / 0.8 - 1) / 2, rel=2e-3)
     # Each new launch forecast by the other new one and by the three that were fitted.
-    forecasts = [(a, b) for a, b in ((1.2, 0.8), (0.8, 1.2))]
-    forecasts += [(a, b) for a in (0.9, 1.0, 1.1) for b in (1.2, 0.8)]
+    forecasts = [(1.2, 0.8), (0.8, 1.2), *itertools.product((0.9, 1.0, 1.1), (1.2, 0.8))]
     logs = [abs(math.log(a / b)) for a, b in forecasts]
     assert ratio(validation, "floor") == pytest.approx(math.exp(sum(logs) / len(logs)), rel=1e-3)
     assert group.scores["floor"]["all"].points == len(forecasts) * 2 * 3 * len(SIZES)
@@ -67,8 +65,8 @@ def test_models_distinguish_torchs_guessed_layout_from_the_reported_one() -> Non
     builtin = {"dp": (87.7 * 0.22, 2.7), "tp": (87.7, 0.6)}
     topology = calibrate([run_of(results(truth=builtin), "fitted")])
     validation = score_runs(topology, [run_of(results(truth=builtin))])
-    assert ratio(validation, "builtin_layout") == pytest.approx(1, abs=1e-6)
-    assert ratio(validation, "builtin_scaled") == pytest.approx(1, abs=1e-6)
+    ratios = [ratio(validation, model) for model in ("builtin_layout", "builtin_scaled")]
+    assert ratios == pytest.approx([1, 1], abs=1e-6)
     assert ratio(validation, "builtin", "> 1 MiB") > 1.5
     assert any("1 device per host" in note for note in validation.notes)
     # With as many GPUs per host as ranks it guesses right.
@@ -83,24 +81,24 @@ def test_models_distinguish_torchs_guessed_layout_from_the_reported_one() -> Non
 
 def test_interval_coverage_counts_each_new_value() -> None:
     topology = fitted(0.9, 1.0, 1.1)
-    near, far = results(1.05, 0), results(3.0, 1)
-    (group,) = score_runs(topology, [run_of([*near, *far])]).groups
+    (group,) = score_runs(topology, [run_of([*results(1.05, 0), *results(3.0, 1)])]).groups
     assert (group.inside, group.points, group.beyond, group.one_launch) == (0.5, 96, 0, False)
     (group,) = score_runs(topology, [run_of(results(sizes=[*SIZES, 4 * SIZES[-1]]))]).groups
-    assert group.beyond == 6 and group.points == 48
+    assert (group.beyond, group.points) == (6, 48)
     assert score_runs(fitted(1.0), [run_of(results())]).groups[0].one_launch
 
 
 def test_other_collectives_and_redistributions_are_scored_separately() -> None:
     measured = [*made_up.collectives(noise=0.0, samples=6, modes=["together"]), *made_up.redistribute()]
     validation = score_runs(calibrate([run_of(measured, "fitted")]), [run_of(measured)])
-    assert [group.name for group in validation.groups] == [
+    models = {group.name: set(group.scores) for group in validation.groups}
+    assert list(models) == [
         "ring collectives",
         "other collectives",
         "redistributions, core",
         "redistributions, torch",
     ]
-    assert set(validation.groups[1].scores) == set(validation.groups[2].scores) == {"line", "table", "floor"}
+    assert models["other collectives"] == models["redistributions, core"] == {"line", "table", "floor"}
     assert ratio(validation, "table", group="redistributions, torch") == pytest.approx(1, abs=0.02)
 
 
@@ -111,8 +109,8 @@ def test_fitted_runs_are_refused_unless_allowed() -> None:
     topology, own = fitted(1.0), run_of(results(), "fitted")
     with pytest.raises(UsageError, match=r"the topology was fitted to.*--same"):
         score_runs(topology, [own])
-    validation = score_runs(topology, [own], allow_fitted=True)
-    assert any(note.startswith("FITTED TO THE SAME RUN (fitted.jsonl)") for note in validation.notes)
+    notes = score_runs(topology, [own], allow_fitted=True).notes
+    assert any(note.startswith("FITTED TO THE SAME RUN (fitted.jsonl)") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -124,21 +122,32 @@ def test_fitted_runs_are_refused_unless_allowed() -> None:
     ],
 )
 def test_runs_of_a_different_setup_are_refused(changes: dict[str, Any], says: str) -> None:
-    of_mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
-    measured = results(**of_mesh)
+    mesh = {"mesh": changes["mesh"], "truth": {"x": (1, 1), "y": (1, 1)}} if "mesh" in changes else {}
+    measured = results(**mesh)
     with pytest.raises(UsageError, match=says):
         score_runs(fitted(1.0), [run_of(measured, **changes)])
 
 
-def test_differences_between_topology_and_runs_are_reported() -> None:
-    half = [msgspec.structs.replace(r, params={**r.params, "dtype": "bfloat16"}) for r in results()]
-    notes = score_runs(fitted(1.0), [run_of(half, hosts=("a",) * 4)]).notes
-    assert any("dp spans (1, 1) hosts (min, max) in the runs, (2, 2) in the topology" in n for n in notes)
-    assert any("all_gather over dp is bfloat16 in the runs, float32 in the topology" in n for n in notes)
-    alone = score_runs(fitted(1.0), [run_of(results(modes=["alone"]))]).notes
-    assert any("groups of dp were measured alone in the runs, together in the topology" in n for n in alone)
-    more = score_runs(fitted(1.0), [run_of([*results(), *results(names=("broadcast",))])]).notes
-    assert any("the topology has no broadcast over tp" in n for n in more)
+HALF = [structs.replace(result, params={**result.params, "dtype": "bfloat16"}) for result in results()]
+
+
+@pytest.mark.parametrize(
+    ("run", "difference"),
+    [
+        (run_of(HALF), "all_gather over dp is bfloat16 in the runs, float32 in the topology"),
+        (
+            run_of(results(), hosts=("a",) * 4),
+            "dp spans (1, 1) hosts (min, max) in the runs, (2, 2) in the topology",
+        ),
+        (
+            run_of(results(modes=["alone"])),
+            "groups of dp were measured alone in the runs, together in the topology",
+        ),
+        (run_of([*results(), *results(names=("broadcast",))]), "the topology has no broadcast over tp"),
+    ],
+)
+def test_differences_between_topology_and_runs_are_reported(run: Run, difference: str) -> None:
+    assert any(difference in note for note in score_runs(fitted(1.0), [run]).notes)
 
 
 # ----------------------------------------------------------------------------------- held-out sizes
@@ -147,13 +156,11 @@ def test_differences_between_topology_and_runs_are_reported() -> None:
 def test_score_split_predicts_held_out_sizes_from_neighbours() -> None:
     """Times linear in size: a table that is read linearly is exact, whatever it was not fitted on."""
     validation = score_split(run_of(results()))
-    (group,) = validation.groups
     # 8 sizes: 1, 3 and 5 are held out, the ends kept.
-    assert group.scores["table"]["all"].points == 3 * 3 * 2
+    assert validation.groups[0].scores["table"]["all"].points == 3 * 3 * 2
     assert ratio(validation, "table") == pytest.approx(1, abs=1e-9)
     assert "every second size of new.jsonl" in validation.title
-    held = set(SIZES[1:-1:2])
-    odd = slowed(results(), lambda r, rank: 2.0 if r.size_bytes in held else 1.0)
+    odd = slowed(results(), lambda result, rank: 2.0 if result.size_bytes in SIZES[1:-1:2] else 1.0)
     assert ratio(score_split(run_of(odd)), "table") == pytest.approx(2, rel=1e-9)
 
 
@@ -168,14 +175,12 @@ def test_score_split_refuses_too_few_sizes() -> None:
 def test_validate_command_prints_a_table_or_json(dtbench: Cli) -> None:
     write_topology(fitted(0.9, 1.1), "t.json")
     made_up.write(Path("new.jsonl"), run_of([*results(1.2, 0), *results(1.3, 1)]))
-    code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl")
+    validate = ("calibrate", "--validate", "t.json", "new.jsonl")
+    code, out, _ = dtbench(*validate)
     assert code == EXIT_OK and "noise floor: another launch" in out
-    assert (
-        "2 new launches of dp=2, tp=2" in out
-        and "values lie within the 90 % intervals of the topology" in out
-    )
-    code, out, _ = dtbench("calibrate", "--validate", "t.json", "new.jsonl", "--json")
-    fields = json.loads(out)
+    assert "2 new launches of dp=2, tp=2" in out
+    assert "values lie within the 90 % intervals of the topology" in out
+    fields = json.loads(dtbench(*validate, "--json")[1])
     assert fields["kind"] == "validation" and fields["groups"][0]["scores"]["table"]["all"]["points"] == 96
     code, out, _ = dtbench("calibrate", "--split", "new.jsonl")
     assert code == EXIT_OK and "every second size of new.jsonl" in out
