@@ -87,8 +87,13 @@ def own_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def mode(fake_world: Callable[[int], None]) -> Iterator[LocalTensorMode]:
-    """Ranks 0 to 3 as LocalTensors."""
+def world_of_4(fake_world: Callable[[int], None]) -> None:
+    """Makes this process rank 0 of 4 ranks without transport."""
     fake_world(4)
+
+
+@pytest.fixture
+def mode(world_of_4: None) -> Iterator[LocalTensorMode]:
+    """Ranks 0 to 3 as LocalTensors."""
     with LocalTensorMode(4) as active:
         yield active

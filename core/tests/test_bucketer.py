@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +25,7 @@ GLOO_DTYPES = [
 MIB = 2**20
 
 
-def same(got: Tensor, want: Tensor) -> None:
+def same(got: Any, want: Any) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -41,26 +42,26 @@ def _expected(me: int, shape: Sequence[int], world: int, dtype: torch.dtype, see
     return sum((_inputs(r, shape, world, dtype, seed)[me] for r in range(world)), torch.zeros(()).to(dtype))
 
 
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("form", [list, torch.stack])
 @pytest.mark.parametrize("cap_mb", [25, 0.001, 0])
 @on_ranks
-def test_sums_in_every_dtype_gloo_reduces(cap_mb: float) -> None:
+def test_sums_in_every_dtype_gloo_reduces(
+    cap_mb: float, form: Callable[[list[Tensor]], Any], hold: bool
+) -> None:
     # Sorted, so that each shape meets all dtypes.
     shapes = sorted([(5,), (2, 3), (), (0,), (70, 2), (3, 0), (1, 1, 4), (200,)] * len(GLOO_DTYPES))
     me, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    bucketer = ReduceScatterBucketer(cap_mb)
-    results: dict[int, Tensor] = {}
-    for seed, shape in enumerate(shapes):
-        own_inputs = _inputs(me, shape, world, GLOO_DTYPES[seed % len(GLOO_DTYPES)], seed)
-        bucketer.reduce_scatter_async(
-            own_inputs, group, lambda result, seed=seed: results.__setitem__(seed, result)
-        )
-        for tensor in own_inputs:
+    cases = [(shape, world, GLOO_DTYPES[i % len(GLOO_DTYPES)], i) for i, shape in enumerate(shapes)]
+    bucketer, results = ReduceScatterBucketer(cap_mb, hold_inputs=hold), dict[int, Tensor]()
+    for seed, case in enumerate(cases):
+        inputs = _inputs(me, *case)
+        bucketer.reduce_scatter_async(form(inputs), group, partial(results.__setitem__, seed))
+        for tensor in () if hold else inputs:
             tensor.fill_(1)  # the caller may reuse its tensors at once
     bucketer.flush()
-    assert sorted(results) == list(range(len(shapes)))
-    for seed, shape in enumerate(shapes):
-        expected = _expected(me, shape, world, GLOO_DTYPES[seed % len(GLOO_DTYPES)], seed)
-        same(results[seed], expected)
+    expected = {seed: _expected(me, *case).flatten() for seed, case in enumerate(cases)}
+    same({seed: result.flatten() for seed, result in results.items()}, expected)
     bucketer.teardown()
     assert bucketer.counters.held_bytes == 0
 
@@ -87,9 +88,8 @@ def test_callbacks_may_use_the_bucketer(cap: float, hold: bool) -> None:
         reduce(seed)
     bucketer.flush()
     bucketer.flush()
-    assert sorted(got) == [*range(12), *range(100, 112)]
-    for seed, result in got.items():
-        same(result, _expected(me, (seed % 7, 2), world, torch.float32, seed))
+    seeds = [*range(12), *range(100, 112)]
+    same(got, {seed: _expected(me, (seed % 7, 2), world, torch.float32, seed) for seed in seeds})
     bucketer.teardown()
     assert bucketer.counters.held_bytes == 0
 
@@ -126,11 +126,9 @@ def test_inputs_may_be_strided_or_require_grad() -> None:
             leaf = whole[me].clone().requires_grad_()
             bucketer.reduce_scatter_async(list((leaf * 2).chunk(world)), group, results.append)
         bucketer.flush()
-    for columns, rows, doubled in (results[:3], results[3:]):
-        same(columns, total.T[me])
-        same(rows, total.chunk(world)[me])
-        same(doubled, 2 * total.chunk(world)[me])
-        assert not doubled.requires_grad
+    part = total.chunk(world)[me]
+    same(results, 2 * [total.T[me], part, 2 * part])
+    assert not any(result.requires_grad for result in results)
 
 
 # --- real ranks: order and errors ------------------------------------------------------------------
@@ -301,11 +299,8 @@ def test_reductions() -> None:
             bucketer.reduce_scatter_async(inputs, group, got.append)
         bucketer.flush()
         assert [g.ndim for g in got] == [1, 1, 2, 1], (options, cap)
-        for result in got:
-            assert result.dtype is dtype
-            torch.testing.assert_close(
-                result.flatten(), expected(whole)[part].to(dtype), rtol=1e-6, atol=1e-6
-            )
+        want = [expected(whole)[part].to(dtype)] * 4
+        torch.testing.assert_close([g.flatten() for g in got], want, rtol=1e-6, atol=1e-6)
         same(mine, own_inputs[me].to(dtype))  # as it was handed over
 
 
@@ -317,7 +312,7 @@ def test_dtensors_tensors_and_lists(cap: float, hold: bool) -> None:
     dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
     whole = torch.arange(8.0 * 6).reshape(8, 6)
     bucketer = ReduceScatterBucketer(cap, hold_inputs=hold, check_ranks="always")
-    got: dict[str, Tensor] = {}
+    got: dict[str, Any] = {}
     placed = [
         ((Partial(), Shard(0)), dp),
         ((Partial(), Shard(1)), dp),
@@ -330,21 +325,16 @@ def test_dtensors_tensors_and_lists(cap: float, hold: bool) -> None:
         bucketer.reduce_scatter_async(gradient, over, partial(got.__setitem__, str(placements)))
     # A mesh without the group: the local part is reduced as it is.
     other = distribute_tensor(whole, mesh["tp"], [Shard(0)])
-    bucketer.reduce_scatter_async(other, dp, partial(got.__setitem__, "part"))
-    bucketer.reduce_scatter_async([other, other], dp, partial(got.__setitem__, "list"))
     part = other.to_local()
-    bucketer.reduce_scatter_async([part, part], dp, partial(got.__setitem__, "plain list"))
-    bucketer.reduce_scatter_async(part.flatten(), dp, partial(got.__setitem__, "plain"))
+    unplaced = {"part": other, "list": [other, other], "plain list": [part, part], "plain": part.flatten()}
+    for name, given in unplaced.items():
+        bucketer.reduce_scatter_async(given, dp, partial(got.__setitem__, name))
     bucketer.flush()
-    same(got["plain list"], 2 * part)
-    same(got["plain"], got["part"].flatten())
-    for placements, _ in placed:
-        result = got[str(placements)]
-        assert isinstance(result, DTensor) and not result._spec.has_partial()
-        same(result.full_tensor(), 2 * whole)
-    listed = got["list"]
-    assert isinstance(listed, DTensor) and listed.placements == other.placements
-    same(listed.full_tensor(), 2 * whole)
+    same([got["plain list"], got["plain"]], [2 * part, got["part"].flatten()])
+    results = [got[name] for name in (*(str(placements) for placements, _ in placed), "list")]
+    assert not any(result._spec.has_partial() for result in results)
+    same([result.full_tensor() for result in results], [2 * whole] * 5)
+    assert got["list"].placements == other.placements
     assert not isinstance(got["part"], DTensor) and tuple(got["part"].shape) == (2, 6)
     for placements, over, message in (
         ((Replicate(), Shard(0)), dp, "expected Partial there"),
@@ -367,7 +357,10 @@ def test_attach_reduces_gradients(cap: float) -> None:
     def gradients(rank: int) -> list[Tensor]:
         return list(torch.autograd.grad(model(data[rank]).square().sum(), list(model.parameters())))
 
-    expected = [sum(terms) / world for terms in zip(*(gradients(r) for r in range(world)), strict=True)]
+    means = [
+        sum(terms).flatten() / world for terms in zip(*(gradients(r) for r in range(world)), strict=True)
+    ]
+    expected = [torch.cat([mean, torch.zeros(-mean.numel() % world)]).chunk(world)[me] for mean in means]
     shards: dict[nn.Parameter, Tensor] = {}
     bucketer = ReduceScatterBucketer(cap, op="avg")
     with bucketer.attach(model, group, shards.__setitem__):
@@ -376,9 +369,7 @@ def test_attach_reduces_gradients(cap: float) -> None:
             model(data[me]).square().sum().backward()
             assert not (shards and cap == 25) and all(p.grad is None for p in model.parameters())
             bucketer.flush()
-            for parameter, whole in zip(model.parameters(), expected, strict=True):
-                padded = torch.cat([whole.flatten(), torch.zeros(-whole.numel() % world)])
-                torch.testing.assert_close(shards[parameter], padded.chunk(world)[me])
+            torch.testing.assert_close([shards[parameter] for parameter in model.parameters()], expected)
     model(data[me]).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     bucketer.teardown()
@@ -443,8 +434,9 @@ def test_held_inputs_must_not_change(group: dist.ProcessGroup) -> None:
 
 def test_errors_are_those_fairscale_raises(group: dist.ProcessGroup) -> None:
     bucketer = ReduceScatterBucketer(bucket_cap_mb=25)
-    message = r"reduce_scatter received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
-    with pytest.raises(AssertionError, match=message):
+    with pytest.raises(
+        AssertionError, match=r"received 7 inputs, expected group.size\(\) \(8\): pass one tensor"
+    ):
         bucketer.reduce_scatter_async([torch.ones(3)] * 7, group)
     bucketer.reduce_scatter_async(input_list=[torch.ones(3)] * 8, group=group, callback_fn=None)
     (bucket,) = bucketer.buckets.values()

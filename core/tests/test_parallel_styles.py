@@ -1,7 +1,6 @@
 """Parallel styles other than Colwise and Rowwise, meshes of several dims, cross entropy of sharded classes."""
 
 import copy
-import inspect
 import itertools
 import pickle
 import re
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.tensor.parallel as theirs
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dtbench_core.parallel as ours
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, assert_trains_alike, seeded
+from core.tests.placing import assert_like_plain, place
 from dtbench_core import (
     DTensor,
     MeshError,
@@ -30,7 +29,6 @@ from dtbench_core import (
     Shard,
     StridedShard,
     count_collectives,
-    distribute_tensor,
 )
 from dtbench_core.errors import ArgumentError, CoreError
 from dtbench_core.parallel import (
@@ -59,10 +57,6 @@ def _data(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
-def _spread(whole: Tensor, mesh: Any, placement: Placement) -> DTensor:
-    return distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-
-
 def _assert_is(got: DTensor, placement: Placement, whole: Tensor) -> None:
     assert got.placements == (placement,)
     torch.testing.assert_close(got.full_tensor(), whole)
@@ -88,7 +82,7 @@ def _mlp(linears: int) -> nn.Module:
 @pytest.mark.parametrize("linears", [2, 5])
 @on_worlds
 def test_pairs_of_linears(linears: int) -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     plain, parallel = seeded(_mlp, linears), seeded(_mlp, linears)
     parallelize_module(parallel, mesh, PairwiseParallel())
     for index, linear in enumerate(m for m in parallel if isinstance(m, nn.Linear)):
@@ -103,7 +97,7 @@ def test_pairs_of_linears(linears: int) -> None:
 @on_worlds
 def test_pairs_are_found_in_submodules() -> None:
     """At any depth and beside a single Linear, but not inside a pair."""
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     plain = seeded(lambda: nn.Sequential(nn.Sequential(MLP()), nn.Sequential(nn.Linear(WIDTH, WIDTH), MLP())))
     model = parallelize_module(copy.deepcopy(plain), mesh, PairwiseParallel())
     sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -125,9 +119,9 @@ def test_pairs_are_found_in_submodules() -> None:
 @on_worlds
 def test_pairs_with_conversions() -> None:
     """Tests conversion functions and the layouts that replace them."""
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     plain, x = seeded(MLP), _data(8, WIDTH)
-    expected, part = plain(x), _spread(x, mesh, S0).to_local()
+    expected, part = plain(x), place(x, S0).to_local()
 
     def cut(*args: Any, **options: Any) -> Any:
         return parallelize_module(copy.deepcopy(plain), mesh, PairwiseParallel(*args, **options))
@@ -147,19 +141,27 @@ def test_single_modules() -> None:
     assert parallelize_linear(nn.Linear(4, 4), mesh, RowwiseParallel(), 1).weight.placements == (S1,)
     mlp = parallelize_mlp(MLP(), mesh, tp_mesh_dim=-1)
     assert mlp.down.weight.placements == (S1,) and mlp.down.weight.device_mesh == mesh["tp"]
-    own: Any = type("Own", (ParallelStyle,), {"_apply": lambda self, module, mesh: module})()
-    linear = nn.Linear(2, 2)
-    lone, nested = nn.Sequential(linear), MLP()
+    linear, mlp = nn.Linear(2, 2), MLP()
     refused: list[tuple[type[Exception], str, Any, tuple[Any, ...]]] = [
-        (UnsupportedModuleError, "Expect a torch.nn.Linear module but rec", parallelize_linear, (nested,)),
-        (PlanError, "Expect a ParallelStyle object but received <cl", parallelize_linear, (linear, 3)),
-        (NotImplementedError, "is not supported!", parallelize_linear, (linear, PairwiseParallel())),
-        (NotImplementedError, "Only support PairwiseParallel for MLP par", parallelize_mlp, (MLP(), own)),
-        (RuntimeError, "More than one nn.Linear needed for a MLP.", parallelize_mlp, (lone,)),
+        (UnsupportedModuleError, "Expect a torch.nn.Linear module but rec", parallelize_linear, (mlp, mesh)),
+        (PlanError, "Expect a ParallelStyle object but received <cl", parallelize_linear, (linear, mesh, 3)),
+        (NotImplementedError, "is not supported!", parallelize_linear, (linear, mesh, PairwiseParallel())),
+        (
+            NotImplementedError,
+            "Only support PairwiseParallel for MLP",
+            parallelize_mlp,
+            (mlp, mesh, Doubling()),
+        ),
+        (
+            RuntimeError,
+            "More than one nn.Linear needed for a MLP.",
+            parallelize_mlp,
+            (nn.Sequential(linear), mesh),
+        ),
     ]
     for kind, message, function, args in refused:
         with pytest.raises(kind, match=re.escape(message)) as raised:
-            function(args[0], mesh, *args[1:])
+            function(*args)
         assert isinstance(raised.value, CoreError) and isinstance(raised.value, RuntimeError)
 
 
@@ -182,12 +184,12 @@ class Scale(nn.Module):
 @pytest.mark.parametrize("length", [8, 5])
 @on_worlds
 def test_sequences(length: int, make: Any) -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     plain, parallel = seeded(make), seeded(make)
     parallelize_module(parallel, mesh, SequenceParallel())
     assert all(p.placements == (R,) for p in parallel.parameters())
     whole = _data(2, length, WIDTH)
-    x, y = whole.clone().requires_grad_(), _spread(whole, mesh, R).requires_grad_()
+    x, y = whole.clone().requires_grad_(), place(whole, R).requires_grad_()
     torch.manual_seed(3)
     expected = plain(x)
     torch.manual_seed(3)
@@ -203,12 +205,8 @@ def test_sequences(length: int, make: Any) -> None:
 @on_ranks
 def test_parallelized_modules_are_pickled() -> None:
     mesh, x = mesh_of((4,)), _data(4, 8)
-    layouts = {"input_layouts": R, "desired_input_layouts": R, "use_local_output": True}
-    plans: list[Any] = [
-        {"0": PrepareModuleInput(**layouts), "1": SequenceParallel(use_local_output=True)},
-        PairwiseParallel(),
-    ]
-    for plan in plans:
+    style = PrepareModuleInput(input_layouts=R, desired_input_layouts=R, use_local_output=True)
+    for plan in ({"0": style, "1": SequenceParallel(use_local_output=True)}, PairwiseParallel()):
         net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         parallelize_module(net, mesh, plan)
         assert torch.equal(pickle.loads(pickle.dumps(net))(x), net(x)), plan
@@ -216,11 +214,11 @@ def test_parallelized_modules_are_pickled() -> None:
 
 @on_worlds
 def test_sequences_of_another_dim() -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     plain, whole = seeded(Scale), _data(8, WIDTH)
     style = SequenceParallel(sequence_dim=0, use_local_output=True)
     parallel = parallelize_module(copy.deepcopy(plain), mesh, style)
-    part = _spread(whole, mesh, S0).to_local()
+    part = place(whole, S0).to_local()
     _assert_part(parallel(part, 2.0), mesh, S0, plain(whole, 2.0))
     with pytest.raises(ArgumentError, match="Scale under SequenceParallel got no positional argument"):
         parallel(x=part)
@@ -243,9 +241,9 @@ class Recorder(nn.Module):
 
 @on_worlds
 def test_prepared_inputs() -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     whole = _data(4, 8)
-    part = _spread(whole, mesh, S0).to_local()
+    part = place(whole, S0).to_local()
 
     def seen(style: ParallelStyle, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         module = parallelize_module(Recorder(), mesh, style)
@@ -265,9 +263,7 @@ def test_prepared_inputs() -> None:
     assert args[3].placements == (S1,) and args[3].shape == (4, 32)
     _assert_is(kwargs["mask"], S1, whole)
     # A DTensor that is not where its layout says is moved from where it is.
-    ((got,), _) = seen(
-        PrepareModuleInput(input_layouts=S0, desired_input_layouts=S0), _spread(whole, mesh, S1)
-    )
+    ((got,), _) = seen(PrepareModuleInput(input_layouts=S0, desired_input_layouts=S0), place(whole, S1))
     _assert_is(got, S0, whole)
     local = PrepareModuleInput(input_layouts=S0, desired_input_layouts=R, use_local_output=True)
     ((got,), _) = seen(local, part)
@@ -281,9 +277,9 @@ def test_prepared_inputs() -> None:
 
 @on_worlds
 def test_prepared_outputs() -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     whole = _data(4, 8)
-    part = _spread(whole, mesh, S0).to_local()
+    part = place(whole, S0).to_local()
     style = PrepareModuleOutput(output_layouts=(S0, None), desired_output_layouts=(R, None))
     module = parallelize_module(Recorder(), mesh, style)
     for pack in (tuple, list, lambda args: Pair(*args)):
@@ -295,13 +291,13 @@ def test_prepared_outputs() -> None:
     kept = PrepareModuleOutput(output_layouts=S0, desired_output_layouts=S1, use_local_output=False)
     _assert_is(parallelize_module(nn.Identity(), mesh, kept)(part), S1, whole)
 
-    layouts = {
-        "input_layouts": S0,
-        "desired_input_layouts": R,
-        "output_layouts": R,
-        "desired_output_layouts": S0,
-    }
-    both = PrepareModuleInputOutput(**layouts, use_local_input=True)
+    both = PrepareModuleInputOutput(
+        input_layouts=S0,
+        desired_input_layouts=R,
+        output_layouts=R,
+        desired_output_layouts=S0,
+        use_local_input=True,
+    )
     x, y = part.clone().requires_grad_(), whole.clone().requires_grad_()
     out = parallelize_module(nn.Softmax(dim=0), mesh, both)(x)
     _assert_part(out.detach(), mesh, S0, whole.softmax(0))
@@ -310,26 +306,35 @@ def test_prepared_outputs() -> None:
     _assert_part(x.grad, mesh, S0, y.grad)
 
 
-def test_layouts_that_do_not_match() -> None:
-    for make in (
-        lambda: PrepareModuleInput(input_layouts=S0),
-        lambda: PrepareModuleInput(desired_input_layouts=S0),
-        lambda: PrepareModuleInput(input_layouts=(S0, S0), desired_input_layouts=(S0,)),
-        lambda: PrepareModuleInput(input_kwarg_layouts={"x": S0}, desired_input_kwarg_layouts={"y": S0}),
-        lambda: PrepareModuleOutput(output_layouts=(S0, S0), desired_output_layouts=S0),
-    ):
-        with pytest.raises(LayoutsError, match=r"expected the same (number|names)"):
-            make()
-    with pytest.raises(ValueError, match=r"got input_layouts='R'.*expected one placement"):
-        PrepareModuleInput(input_layouts="R", desired_input_layouts=R)
+@pytest.mark.parametrize(
+    ("error", "make"),
+    [
+        (LayoutsError, lambda: PrepareModuleInput(input_layouts=S0)),
+        (LayoutsError, lambda: PrepareModuleInput(desired_input_layouts=S0)),
+        (LayoutsError, lambda: PrepareModuleInput(input_layouts=(S0, S0), desired_input_layouts=(S0,))),
+        (
+            LayoutsError,
+            lambda: PrepareModuleInput(input_kwarg_layouts={"x": S0}, desired_input_kwarg_layouts={"y": S0}),
+        ),
+        (LayoutsError, lambda: PrepareModuleOutput(output_layouts=(S0, S0), desired_output_layouts=S0)),
+        (ValueError, lambda: PrepareModuleInput(input_layouts="R", desired_input_layouts=R)),
+    ],
+)
+def test_invalid_layouts_are_refused(error: type[Exception], make: Callable[[], object]) -> None:
+    messages = {
+        LayoutsError: "expected the same (number|names)",
+        ValueError: "got input_layouts='R'.*expected one",
+    }
+    with pytest.raises(error, match=messages[error]):
+        make()
 
 
 @on_worlds
 def test_conversions() -> None:
-    mesh, two_dims = mesh_of((4,), ("tp",)), mesh_of((2, 2), ("dp", "tp"))
+    mesh, two_dims = mesh_of((4,)), mesh_of((2, 2), ("dp", "tp"))
     whole = _data(4, 8)
-    placed = _spread(whole, mesh, S1)
-    rows, columns = _spread(whole, mesh, S0).to_local(), placed.to_local()
+    placed = place(whole, S1)
+    rows, columns = place(whole, S0).to_local(), placed.to_local()
     inputs: list[tuple[Any, Any, Any]] = [
         (ours.make_input_replicate_1d, whole, R),
         (ours.make_input_shard_1d, rows, S0),
@@ -351,10 +356,9 @@ def test_conversions() -> None:
         (ours.make_sharded_output_tensor, S1, False),
     ]
     for make, placement, distributed in outputs:
-        if distributed:
-            _assert_is(make(placed), placement, whole)
-        else:
-            _assert_part(make(placed), mesh, placement, whole)
+        got = make(placed)
+        assert isinstance(got, DTensor) is distributed
+        _assert_is(got if distributed else DTensor.from_local(got, mesh, [placement]), placement, whole)
     terms = DTensor.from_local(whole, mesh, [Partial()])
     refused: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: ours.make_input_replicate_1d([whole], mesh), ArgumentError, "got list as the input"),
@@ -404,26 +408,7 @@ def test_parallelize_module_on_a_mesh_dim() -> None:
     assert parallelize_module(MLP(), mesh, plan).up.weight.device_mesh == mesh["dp"]
 
 
-@pytest.mark.skipif(not hasattr(theirs, "PrepareModuleInputOutput"), reason="an older torch")
-@pytest.mark.parametrize("name", theirs.__all__)
-def test_names_and_parameters_of_torch(name: str) -> None:
-    """Parameters and defaults equal those of torch, apart from the mesh dim of parallelize_module."""
-
-    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-        listed = inspect.signature(function).parameters.values()
-        return [(p.name, p.kind, p.default) for p in listed if p.name != "tp_mesh_dim"]
-
-    assert name in ours.__all__
-    mine, its = getattr(ours, name), getattr(theirs, name)
-    if name not in ("ParallelStyle", "loss_parallel"):
-        assert parameters(mine) == parameters(its)
-
-
 # ---- cross entropy of sharded classes ----
-
-
-# Class weights, label smoothing, an ignored class.
-OPTIONS = list(itertools.product([False, True], [0.0, 0.3], [None, 1]))
 
 
 def _random(
@@ -442,15 +427,14 @@ def _moved(*counts: Any) -> int:
 
 def _compare(logits: Tensor, target: Tensor, placements: list[Any], sent: int | None, **options: Any) -> None:
     """Compares loss and gradient with those of one device. `sent`: the most bytes that may be sent."""
-    mesh = mesh_of((2, 2))
     x = logits.clone().requires_grad_()
     expected = F.cross_entropy(x, target, **options)
     factor = torch.linspace(0.5, 2, expected.numel(), dtype=expected.dtype).view(expected.shape)
     (expected * factor).sum().backward()
-    dt = distribute_tensor(logits, mesh, placements, src_data_rank=None).requires_grad_()
+    dt = place(logits, *placements, mesh=(2, 2)).requires_grad_()
     with count_collectives() as forward, loss_parallel():
         loss = F.cross_entropy(dt, target, **options)
-    rest = distribute_tensor(factor, mesh, src_data_rank=None)
+    rest = place(factor, mesh=(2, 2))
     scaled = (loss * rest).sum()
     with count_collectives() as backward:
         scaled.backward()
@@ -468,11 +452,11 @@ def test_reductions() -> None:
     logits, target, weight = _random((6, 10), (6,), 10)
     layouts = ([R, S1], [S0, S1], [S1, S1], [S1, S0])
     cases = [*(("mean", layout) for layout in layouts), ("none", layouts[1]), ("sum", layouts[1])]
-    for (reduction, placements), (weighted, smoothing, ignored) in itertools.product(cases, OPTIONS):
-        options = {"reduction": reduction, "label_smoothing": smoothing}
-        options |= {"weight": weight} if weighted else {}
-        options |= {"ignore_index": ignored} if ignored is not None else {}
-        _compare(logits, target, placements, 8 * 80, **options)
+    for (reduction, placements), weights, smoothing, ignored in itertools.product(
+        cases, (None, weight), (0.0, 0.3), (-100, 1)
+    ):
+        options = {"weight": weights, "label_smoothing": smoothing, "ignore_index": ignored}
+        _compare(logits, target, placements, 8 * 80, reduction=reduction, **options)
 
 
 @on_worlds
@@ -503,12 +487,11 @@ def test_shapes_and_layouts() -> None:
 @on_worlds
 def test_ignored_samples() -> None:
     """The mean of no samples is NaN and its gradient zero. All samples of one rank may be ignored."""
-    mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
     target[:2] = -100
     _compare(logits, target, [S0, S1], 8 * 80)  # all that the first rank of mesh dim 0 has
     _compare(logits, target, [S0, R], None)
-    dt = distribute_tensor(logits, mesh, [R, S1], src_data_rank=None).requires_grad_()
+    dt = place(logits, R, S1, mesh=(2, 2)).requires_grad_()
     with loss_parallel():
         loss = F.cross_entropy(dt, torch.full((4,), -100))
     loss.backward()
@@ -518,16 +501,14 @@ def test_ignored_samples() -> None:
 
 @on_worlds
 def test_invalid_targets_raise_on_every_rank() -> None:
-    mesh = mesh_of((2, 2))
     logits, target, _ = _random((4, 6), (4,), 6)
     for placements in ([R, S1], [S0, S1], [S1, S0]):
-        dt = distribute_tensor(logits, mesh, placements, src_data_rank=None)
+        dt = place(logits, *placements, mesh=(2, 2))
         for wrong, reduction in ((6, "mean"), (-1, "none"), (100, "sum")):
             bad = target.clone()
             bad[3] = wrong  # with batch shards, on some ranks alone
             with loss_parallel(), pytest.raises(IndexError, match=r"1 invalid targets.*\[0, 6\)"):
                 F.cross_entropy(dt, bad, reduction=reduction)
-    assert mesh.get_coordinate() is not None  # nobody waits for anybody
     with loss_parallel():
         plain = F.cross_entropy(logits, target)  # what is not distributed is not touched
     torch.testing.assert_close(plain, F.cross_entropy(logits, target))
@@ -537,13 +518,13 @@ def test_invalid_targets_raise_on_every_rank() -> None:
 
 @on_worlds
 def test_loss_parallel_and_cross_entropy_agree() -> None:
-    mesh = mesh_of((4,), ("tp",))
+    mesh = mesh_of((4,))
     logits, target, weight = _random((6, 12), (6,), 12)
     x = logits.clone().requires_grad_()
     module = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.2)
     expected = module(x, target)
     expected.backward()
-    there = [distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weight)]
+    there = [place(one, R) for one in (target, weight)]
 
     def calls() -> Any:
         with loss_parallel(), loss_parallel():
@@ -553,7 +534,7 @@ def test_loss_parallel_and_cross_entropy_agree() -> None:
         yield F.cross_entropy(dt, *there, label_smoothing=0.2)  # without the context, with DTensors alone
 
     for placement in (S1, Partial()):
-        dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None)
+        dt = place(logits, S1)
         if placement == Partial():
             dt = DTensor.from_local(logits / 4, mesh, [placement])
         dt.requires_grad_()
@@ -563,38 +544,31 @@ def test_loss_parallel_and_cross_entropy_agree() -> None:
             torch.testing.assert_close(grad.full_tensor(), x.grad)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda values: F.log_softmax(values, 1),
+        lambda values: values.softmax(1),
+        lambda values: F.nll_loss(values.log_softmax(1), values.argmin(1)),
+    ],
+    ids=["log_softmax", "softmax", "nll_loss"],
+)
 @on_worlds
-def test_loss_parallel_leaves_other_ops_unchanged() -> None:
+def test_loss_parallel_leaves_other_ops_unchanged(function: Callable[[Any], Tensor]) -> None:
     """Other ops on class-sharded logits give the same results inside the context."""
-    mesh = mesh_of((4,), ("tp",))
-    logits, target, _ = _random((6, 12), (6,), 12)
-    weights = torch.linspace(-1, 1, 72, dtype=torch.float64).view(6, 12)
-    x = logits.clone().requires_grad_()
-    dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None).requires_grad_()
-    there, factors = (distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weights))
-
-    def total(values: Any, labels: Any, scale: Any) -> Any:
-        first = (F.log_softmax(values, 1) * scale).sum() + F.nll_loss(values.log_softmax(1), labels)
-        return first + (values.softmax(1) * scale).sum()
-
-    expected = total(x, target, weights)
-    expected.backward()
+    logits = _random((6, 12), (6,), 12)[0]
     with loss_parallel():
-        loss = total(dt, there, factors)
-        loss.backward()
-    torch.testing.assert_close(loss.full_tensor(), expected)
-    torch.testing.assert_close(dt.grad.full_tensor(), x.grad)
+        assert_like_plain(function, [logits.requires_grad_()], [place(logits.detach(), S1).requires_grad_()])
 
 
 @on_ranks
 def test_precision_and_bytes() -> None:
     """Half precision is summed in float32, also under autocast. Nothing as large as the logits is sent."""
-    mesh = mesh_of((4,), ("tp",))
     rng = torch.Generator().manual_seed(1)
     logits, target = torch.randn(8, 4096, generator=rng), torch.randint(0, 4096, (8,), generator=rng)
     half = logits.bfloat16()
-    dt = distribute_tensor(half, mesh, [S1], src_data_rank=None).requires_grad_()
-    there = distribute_tensor(target, mesh, [R], src_data_rank=None)
+    dt = place(half, S1).requires_grad_()
+    there = place(target, R)
     with count_collectives() as count:
         loss = F.cross_entropy(dt, there)
         loss.backward()
@@ -614,15 +588,14 @@ def test_precision_and_bytes() -> None:
 
 @on_ranks
 def test_second_derivatives() -> None:
-    mesh = mesh_of((4,), ("tp",))
     logits, target, weight = _random((3, 8), (3,), 8)
     x = logits.clone().requires_grad_()
-    dt = distribute_tensor(logits, mesh, [S1], src_data_rank=None).requires_grad_()
+    dt = place(logits, S1).requires_grad_()
 
     def twice(values: Any, *rest: Any) -> Any:
         loss = F.cross_entropy(values, *rest, label_smoothing=0.1)
         (grad,) = torch.autograd.grad(loss, values, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), values)[0]
 
-    there = [distribute_tensor(one, mesh, [R], src_data_rank=None) for one in (target, weight)]
+    there = [place(one, R) for one in (target, weight)]
     torch.testing.assert_close(twice(dt, *there).full_tensor(), twice(x, target, weight))

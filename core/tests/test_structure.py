@@ -16,10 +16,12 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.tensor as theirs
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.experimental
+import torch.distributed.tensor.parallel
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
 import dtbench_core
 import dtbench_core as ours
+import dtbench_core.parallel
 from core.tests.torch_version import needs_213
 from dtbench_core import _public
 
@@ -83,16 +85,19 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "tensor": (theirs, ours),
     "experimental": (torch.distributed.tensor.experimental, ours),
     "debug": (torch.distributed.tensor.debug, ours),
+    "parallel": (torch.distributed.tensor.parallel, dtbench_core.parallel),
 }
 # What the core does not have, and why.
 LEFT_OUT = {
     "context_parallel": "attention over a sharded sequence has no place in the core",
     "CommDebugMode": "count_collectives() counts calls and bytes",
 }
-# Parameters that newer releases of torch have and the core does not.
-PARAMETERS_LEFT_OUT = {
+# Parameters that torch or the core does not have.
+PARAMETERS_OF_ONE_SIDE = {
     # Marks tensors for a checker of torch's, an extra package that knows its DTensor alone.
-    ("local_map", "spmd_types")
+    ("local_map", "spmd_types"),
+    # A parameter of the first version of torch's function.
+    ("parallelize_module", "tp_mesh_dim"),
 }
 
 
@@ -111,12 +116,13 @@ def _parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
 @pytest.mark.parametrize(("module", "name"), _names())
 def test_every_public_name(module: str, name: str) -> None:
     public, core = MODULES[module]
-    if name in LEFT_OUT and not hasattr(core, name):
-        return
-    assert hasattr(core, name), f"{name} is neither there nor in LEFT_OUT"
-    if not inspect.isclass(getattr(public, name)):
-        wanted = [p for p in _parameters(getattr(public, name)) if (name, p[0]) not in PARAMETERS_LEFT_OUT]
-        assert _parameters(getattr(core, name)) == wanted
+    assert (name in core.__all__) != (name in LEFT_OUT)
+    if name in core.__all__ and (module == "parallel" or not inspect.isclass(getattr(public, name))):
+        got, expected = (
+            [p for p in _parameters(getattr(side, name)) if (name, p[0]) not in PARAMETERS_OF_ONE_SIDE]
+            for side in (core, public)
+        )
+        assert got == expected
 
 
 @needs_213("functions lack parameters")

@@ -4,16 +4,17 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtbench_core as core
+from core.tests.gloo_world import on_ranks
 from core.tests.test_local_tensor import RANKS, held
 from dtbench_core import comm, torch_compat
 from dtbench_core.errors import SimulationError
@@ -62,15 +63,6 @@ def as_each_rank(body: Callable[[], None]) -> Callable[[EachRank], None]:
     return test
 
 
-def on_threads(body: Callable[[], None]) -> Callable[[ThreadWorld], None]:
-    """Decorator of a test that each rank of a ThreadWorld executes."""
-
-    def test(world: ThreadWorld) -> None:
-        world.run(body)
-
-    return test
-
-
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda x: x.sum(0),
     "AVG": lambda x: x.mean(0),
@@ -89,17 +81,14 @@ def test_reductions(each_rank: EachRank, op: str) -> None:
         me, code, bits = dist.get_rank(), getattr(dist.ReduceOp, op), op.startswith("B")
         terms = (8 * _all(4, 3)).long() if bits else _all(4, 3)
         expected = _REDUCTIONS[op](terms)
-        got = terms[me].clone()
-        dist.all_reduce(got, code)
-        torch.testing.assert_close(got, expected)
-        got = terms[me].clone()
-        dist.reduce(got, dst=2, op=code)
-        torch.testing.assert_close(got, expected if me == 2 else terms[me])
-        out = torch.empty_like(expected[:1])
-        torch_compat.reduce_scatter_single(out, terms[me].clone(), op=code)
-        torch.testing.assert_close(out, expected[me : me + 1])
-        dist.reduce_scatter(out, list(terms[me].clone().split(1)), op=code)
-        torch.testing.assert_close(out, expected[me : me + 1])
+        part = expected[me : me + 1]
+        reduced, at_2, scattered, from_list = (t.clone() for t in (terms[me], terms[me], part, part))
+        dist.all_reduce(reduced, code)
+        dist.reduce(at_2, dst=2, op=code)
+        torch_compat.reduce_scatter_single(scattered.zero_(), terms[me].clone(), op=code)
+        dist.reduce_scatter(from_list.zero_(), list(terms[me].clone().split(1)), op=code)
+        got = [reduced, at_2, scattered, from_list]
+        torch.testing.assert_close(got, [expected, expected if me == 2 else terms[me], part, part])
         if op == "AVG":  # of integers: an integer
             dist.all_reduce(whole := torch.tensor(me), code)
             assert int(whole) == 1  # 6 / 4
@@ -110,25 +99,25 @@ def test_reductions(each_rank: EachRank, op: str) -> None:
 @as_each_rank
 def test_gathers_and_scatters() -> None:
     me, everything = dist.get_rank(), _all(2, 3)
-    flat = torch.empty(N * 2, 3)
-    torch_compat.all_gather_single(flat, _mine(me, 2, 3))
-    assert torch.equal(flat, everything.flatten(0, 1))
-    parts = [torch.empty(2, 3) for _ in range(N)]
-    dist.all_gather(parts, _mine(me, 2, 3).t().contiguous().t())
-    assert torch.equal(torch.stack(parts), everything)
+    flat, mine, sent = torch.empty(N * 2, 3), torch.empty(2, 3), _mine(me, 5)
+    parts, gathered = ([torch.empty(2, 3) for _ in range(N)] for _ in range(2))
     uneven = [torch.empty(r, 2) for r in range(N)]  # rank 0 has nothing
+    torch_compat.all_gather_single(flat, _mine(me, 2, 3))
+    dist.all_gather(parts, _mine(me, 2, 3).t().contiguous().t())
     dist.all_gather(uneven, _mine(me, me, 2))
-    assert all(torch.equal(part, _mine(r, r, 2)) for r, part in enumerate(uneven))
-
-    parts = [torch.empty(2, 3) for _ in range(N)]
-    dist.gather(_mine(me, 2, 3), parts if me == 1 else None, dst=1)
-    assert me != 1 or torch.equal(torch.stack(parts), everything)
-    mine = torch.empty(2, 3)
+    dist.gather(_mine(me, 2, 3), gathered if me == 1 else None, dst=1)
     dist.scatter(mine, list(everything) if me == 3 else None, src=3)
-    assert torch.equal(mine, everything[me])
-    sent = _mine(me, 5)
     dist.broadcast(sent, src=2)
-    assert torch.equal(sent, _mine(2, 5))
+    got = {"flat": flat, "parts": parts, "uneven": uneven, "scattered": mine, "sent": sent}
+    expected: dict[str, Any] = {
+        "flat": everything.flatten(0, 1),
+        "parts": list(everything),
+        "uneven": [_mine(r, r, 2) for r in range(N)],
+        "scattered": everything[me],
+        "sent": _mine(2, 5),
+    }
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert me != 1 or torch.equal(torch.stack(gathered), everything)
 
 
 @as_each_rank
@@ -166,26 +155,31 @@ def test_objects_and_barrier() -> None:
 def test_functional_collectives() -> None:
     me, group = dist.get_rank(), dist.group.WORLD
     wait = funcol.wait_tensor
-    torch.testing.assert_close(wait(funcol.all_reduce(_mine(me, 4), "sum", group)), _all(4).sum(0))
     gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
-    gathered = wait(gather(_mine(me, 2, 3), 0, group))
-    assert torch.equal(gathered, _all(2, 3).flatten(0, 1))
     scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
-    scattered = wait(scatter(_mine(me, 8), "avg", 0, group))
-    torch.testing.assert_close(scattered, _all(8).mean(0)[2 * me : 2 * me + 2])
-    exchanged = wait(funcol.all_to_all_single(_mine(me, N, 2), None, None, group))
-    assert torch.equal(exchanged, _all(N, 2)[:, me])
-    assert torch.equal(wait(funcol.broadcast(_mine(me, 3), 1, group)), _mine(1, 3))
-    both = (getattr(funcol, "all_gather_single_coalesced", None) or funcol.all_gather_into_tensor_coalesced)(
-        [_mine(me, 2), _mine(me, 1)], group
+    gather_all = (
+        getattr(funcol, "all_gather_single_coalesced", None) or funcol.all_gather_into_tensor_coalesced
     )
-    assert torch.equal(wait(both[0]), _all(2).flatten()) and torch.equal(wait(both[1]), _all(1).flatten())
-    reduced = funcol.all_reduce_coalesced([_mine(me, 2), _mine(me, 1)], "max", group)
-    assert torch.equal(wait(reduced[0]), _all(2).amax(0))
-    assert torch.equal(wait(reduced[1]), _all(1).amax(0))
+    sums = wait(funcol.all_reduce(_mine(me, 4), "sum", group)), wait(scatter(_mine(me, 8), "avg", 0, group))
+    torch.testing.assert_close(sums, (_all(4).sum(0), _all(8).mean(0)[2 * me : 2 * me + 2]))
+    got = {
+        "all_gather": gather(_mine(me, 2, 3), 0, group),
+        "all_to_all": funcol.all_to_all_single(_mine(me, N, 2), None, None, group),
+        "broadcast": funcol.broadcast(_mine(me, 3), 1, group),
+        "coalesced gathers": gather_all([_mine(me, 2), _mine(me, 1)], group),
+        "coalesced maxima": funcol.all_reduce_coalesced([_mine(me, 2), _mine(me, 1)], "max", group),
+    }
+    expected = {
+        "all_gather": _all(2, 3).flatten(0, 1),
+        "all_to_all": _all(N, 2)[:, me],
+        "broadcast": _mine(1, 3),
+        "coalesced gathers": [_all(2).flatten(), _all(1).flatten()],
+        "coalesced maxima": [_all(2).amax(0), _all(1).amax(0)],
+    }
+    torch.testing.assert_close(torch.utils._pytree.tree_map(wait, got), expected, rtol=0, atol=0)
 
 
-@on_threads
+@on_ranks
 def test_asynchronous_collectives_are_waited_for_later() -> None:
     me = dist.get_rank()
     groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
@@ -207,7 +201,7 @@ def test_asynchronous_collectives_are_waited_for_later() -> None:
 # ---- groups and meshes ----
 
 
-@on_threads
+@on_ranks
 def test_subgroups_and_meshes() -> None:
     me = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
@@ -226,13 +220,20 @@ def test_subgroups_and_meshes() -> None:
     torch.testing.assert_close(x, _all(2).sum(0))
 
 
-def test_world_of_64_ranks() -> None:
-    def body() -> float:
-        mesh, full = init_device_mesh("cpu", (4, 4, 4)), torch.arange(512.0).view(8, 8, 8)
-        x = core.distribute_tensor(full, mesh, [core.Shard(d) for d in range(3)])
-        return float((x * 2).sum().full_tensor())
+def _sum_over_64_ranks() -> float:
+    mesh, full = init_device_mesh("cpu", (4, 4, 4)), torch.arange(512.0).view(8, 8, 8)
+    x = core.distribute_tensor(full, mesh, [core.Shard(d) for d in range(3)], src_data_rank=None)
+    return float((x * 2).sum().full_tensor())
 
-    assert {outcome.value for outcome in run_ranks(body, 64)} == {512.0 * 511}
+
+def test_world_of_64_ranks() -> None:
+    assert {outcome.value for outcome in run_ranks(_sum_over_64_ranks, 64)} == {512.0 * 511}
+
+
+def test_64_ranks_as_local_tensors(fake_world: Callable[[int], None]) -> None:
+    fake_world(64)
+    with LocalTensorMode(64):
+        assert _sum_over_64_ranks() == 512.0 * 511
 
 
 # ---- ranks that go apart ----
@@ -324,26 +325,12 @@ def test_swallowed_stop_is_still_reported(world: ThreadWorld) -> None:
 # ---- what is a rank's own ----
 
 
-def test_each_rank_has_its_own_generator(world: ThreadWorld) -> None:
-    def body() -> list[float]:
-        drawn = []
-        for _ in range(3):
-            drawn.append(float(torch.rand(())))
-            dist.barrier()  # others draw here
-        return drawn
-
+def test_ranks_draw_from_the_seed_of_the_process(world: ThreadWorld) -> None:
     torch.manual_seed(7)  # the draws of the ranks do not advance this generator
-    assert world.run(body) == [[float(torch.rand(())) for _ in range(3)]] * N
-
-    def seeded() -> float:
-        torch.manual_seed(dist.get_rank())
-        dist.barrier()
-        return float(torch.rand(()))
-
-    assert len(set(world.run(seeded))) == N
+    assert world.run(lambda: float(torch.rand(()))) == [float(torch.rand(()))] * N
 
 
-@on_threads
+@on_ranks
 def test_collectives_of_inference_tensors_and_of_leaves() -> None:
     with torch.inference_mode(dist.get_rank() == 0):
         x = torch.ones(2)
@@ -416,18 +403,23 @@ def cuda_generator(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     return generator
 
 
-def test_each_rank_has_its_own_cuda_generator(world: ThreadWorld, cuda_generator: torch.Generator) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_rank_has_its_own_generator(
+    world: ThreadWorld, cuda_generator: torch.Generator, device: str
+) -> None:
+    generator = cuda_generator if device == "cuda" else torch.default_generator
+
     def body() -> list[float]:
-        cuda_generator.manual_seed(dist.get_rank())
+        generator.manual_seed(dist.get_rank())
         drawn = []
         for _ in range(3):
-            drawn.append(float(torch.rand((), generator=cuda_generator)))
+            drawn.append(float(torch.rand((), generator=generator)))
             dist.barrier()  # others draw here
         return drawn
 
-    before = cuda_generator.get_state()
+    before = generator.get_state()
     got = world.run(body)
-    assert torch.equal(cuda_generator.get_state(), before)
+    assert torch.equal(generator.get_state(), before)
     for rank in range(N):
         alone = torch.Generator().manual_seed(rank)
         assert got[rank] == [float(torch.rand((), generator=alone)) for _ in range(3)]
@@ -460,10 +452,8 @@ def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Genera
 def test_backward_stays_on_the_thread_of_a_rank(world: ThreadWorld) -> None:
     """By default, autograd runs GPU work on its own thread, which belongs to no rank."""
 
-    def body() -> bool:
-        return torch._C._is_multithreading_enabled()
-
-    assert world.run(body) == [False] * N and body()
+    is_multithreaded = torch._C._is_multithreading_enabled
+    assert world.run(is_multithreaded) == [False] * N and is_multithreaded()
 
 
 def test_backward_of_local_tensors_stays_on_the_calling_thread(mode: LocalTensorMode) -> None:
@@ -475,28 +465,11 @@ def test_backward_of_local_tensors_stays_on_the_calling_thread(mode: LocalTensor
 # ---- state that is separate for each rank ----
 
 
-R = TypeVar("R")
-
-
-def elsewhere(fn: Callable[[], R]) -> R:
-    """Runs `fn` on a new thread."""
-    results: list[R] = []
-    thread = threading.Thread(target=lambda: results.append(fn()))
-    thread.start()
-    thread.join()
-    return results[0]
-
-
-def test_threads_without_a_rank_share_the_state_of_the_process() -> None:
+def test_threads_without_a_rank_share_the_state_of_the_process(group: dist.ProcessGroup) -> None:
     """Autograd's threads, for example, issue the collectives of a backward pass."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        group = dist.group.WORLD
-        with comm.count_collectives() as count:
-            elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
-        assert count.calls == {"all_reduce": 1} and count.bytes == {"all_reduce": 12}
-        with using_values(*initial_values()), comm.count_collectives() as apart:
-            elsewhere(lambda: comm.all_reduce(torch.ones(3), group))
-        assert not apart.calls and count.calls == {"all_reduce": 1}
-    finally:
-        dist.destroy_process_group()
+    with ThreadPoolExecutor() as threads, comm.count_collectives() as count:
+        threads.submit(comm.all_reduce, torch.ones(3), group).result()
+    assert count.calls == {"all_reduce": 1} and count.bytes == {"all_reduce": 12}
+    with ThreadPoolExecutor() as threads, using_values(*initial_values()), comm.count_collectives() as apart:
+        threads.submit(comm.all_reduce, torch.ones(3), group).result()
+    assert not apart.calls and count.calls == {"all_reduce": 1}
