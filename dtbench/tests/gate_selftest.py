@@ -88,11 +88,15 @@ def selftest(budget_s: float | None, folder: Path | None, device: str, say: Call
     unchanged = trials(rounds, benchmarks, controls, slowed=False, count=TRIALS, seed=1)
     changed = trials(rounds, benchmarks, controls, slowed=True, count=TRIALS, seed=2)
     report = lines(unchanged, changed, len(rounds))
-    for line in report:
-        click.echo(line)
-    machine = msgspec.to_builtins(machine_kind())
-    pool = {"rounds": len(rounds), "unchanged": vars(unchanged), "changed": vars(changed), "lines": report}
-    (folder / "selftest.json").write_text(json.dumps({"machine": machine} | pool, indent=1) + "\n")
+    click.echo("\n".join(report))
+    content = {
+        "machine": msgspec.to_builtins(machine_kind()),
+        "rounds": len(rounds),
+        "unchanged": vars(unchanged),
+        "changed": vars(changed),
+        "lines": report,
+    }
+    (folder / "selftest.json").write_text(json.dumps(content, indent=1) + "\n")
     return EXIT_OK if meets_goals(unchanged, changed) else EXIT_INCONCLUSIVE
 
 
@@ -121,8 +125,7 @@ def _pool(
             for benchmark in counted.listing.benchmarks:
                 (controls if benchmark.key[0] == control.NAME else benchmarks).append(benchmark)
             while True:
-                names = ["base", "same", "null", "slowed"]
-                order.shuffle(names)
+                names = order.sample(["base", "same", "null", "slowed"], 4)
                 arms: list[ArmName] = ["head" if name == "slowed" else "base" for name in names]
                 rounds.append(dict(zip(names, launcher.launch(arms, benchmarks), strict=True)))
                 say(f"round {len(rounds)} of the pool")
@@ -145,16 +148,15 @@ def trials(
         drawn = random.Random(f"{seed}/{number}").sample(list(rounds), len(rounds))
         schedule = GateSchedule(benchmarks, controls, _replay(drawn, slowed=slowed), seed=number)
         judged, trust = schedule.run()
-        for benchmark in judged:
-            extra, called = (
-                int(benchmark.params["extra"]) if slowed else 0,
-                benchmark.verdict is Verdict.SLOWER,
-            )
-            tally.undecided += benchmark.verdict is Verdict.INCONCLUSIVE
-            tally.slowed[extra] += 1
-            tally.called[extra] += called
+        extra = [int(benchmark.params["extra"]) if slowed else 0 for benchmark in judged]
+        verdicts = [benchmark.verdict for benchmark in judged]
+        tally.slowed.update(extra)
+        tally.called.update(
+            percent for percent, verdict in zip(extra, verdicts, strict=True) if verdict is Verdict.SLOWER
+        )
+        tally.undecided += verdicts.count(Verdict.INCONCLUSIVE)
         tally.runs += 1
-        tally.alarmed_runs += any(j.verdict is Verdict.SLOWER for j in judged)
+        tally.alarmed_runs += Verdict.SLOWER in verdicts
         tally.untrusted += bool(trust.reasons)
         tally.launches += schedule.evidence.launches
     return tally
@@ -162,15 +164,14 @@ def trials(
 
 def _replay(drawn: Sequence[Round], *, slowed: bool) -> LaunchArms:
     """Gives the launches of the drawn rounds, a round for each pair."""
-    counts = {"base": 0, "head": 0, "null": 0}
+    counts, head = Counter[ArmName](), "slowed" if slowed else "same"
 
     def one(arm: ArmName) -> LaunchTimes:
         at = counts[arm]
         if at == len(drawn):
             raise OutOfTimeError("the pool is used up")
         counts[arm] += 1
-        changed = "slowed" if slowed else "same"
-        return drawn[at][changed if arm == "head" else arm]
+        return drawn[at][head if arm == "head" else arm]
 
     return lambda arms, _benchmarks: [one(arm) for arm in arms]
 
@@ -190,29 +191,28 @@ def share(part: int, whole: int) -> str:
 
 def meets_goals(unchanged: Tally, changed: Tally) -> bool:
     """Whether the shares themselves, not their intervals, are within the goals."""
-    quiet = unchanged.called[0] <= FALSE_PER_BENCHMARK * unchanged.slowed[0]
-    quiet &= unchanged.alarmed_runs <= FALSE_PER_RUN * unchanged.runs
-    return quiet and all(
-        changed.called[extra] >= goal * changed.slowed[extra] for extra, goal in FOUND.items()
+    return (
+        unchanged.called[0] <= FALSE_PER_BENCHMARK * unchanged.slowed[0]
+        and unchanged.alarmed_runs <= FALSE_PER_RUN * unchanged.runs
+        and all(changed.called[extra] >= goal * changed.slowed[extra] for extra, goal in FOUND.items())
     )
 
 
 def lines(unchanged: Tally, changed: Tally, rounds: int) -> list[str]:
     """For a terminal."""
     runs = unchanged.runs
-    rows = [
+    return [
         f"pool: {rounds} rounds of 4 real launches; {runs} trials of each kind, resampled from it: they share",
         "launches, so the intervals are narrower than fresh gates would give",
         f"no change: false alarms per benchmark {unchanged.share(0)}, goal 0.5 %",
         f"runs with one {share(unchanged.alarmed_runs, runs)}, goal 2 %",
         f"untrusted {share(unchanged.untrusted, runs)}; undecided {share(unchanged.undecided, unchanged.slowed[0])}",
         f"changed: false alarms of the unchanged benchmarks {changed.share(0)}",
+        *(f"+{extra} % found {changed.share(extra)}, goal {goal:.0%}" for extra, goal in FOUND.items()),
+        f"no change: {unchanged.launches / max(runs, 1):.1f} launches per run",
+        f"changed: {changed.launches / max(changed.runs, 1):.1f} launches per run",
+        "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met",
     ]
-    for extra, goal in FOUND.items():
-        rows.append(f"+{extra} % found {changed.share(extra)}, goal {goal:.0%}")
-    for kind, tally in (("no change", unchanged), ("changed", changed)):
-        rows.append(f"{kind}: {tally.launches / max(tally.runs, 1):.1f} launches per run")
-    return [*rows, "the goals are met" if meets_goals(unchanged, changed) else "the goals are NOT met"]
 
 
 @click.command()

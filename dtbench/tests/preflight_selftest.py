@@ -232,8 +232,10 @@ def selftest(output: Path) -> int:
         rows.append({"state": words, "launches": launches, **vars(tally)})
         found_enough = slow is None or tally.named >= FOUND * trials
         reached &= found_enough and tally.wrong <= FALSE * trials
-    content = {"kind": "preflight-selftest", "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}
-    write_atomically(output, json.dumps(content, indent=1) + "\n", lambda _: False, "result of the self-test")
+    text = json.dumps(
+        {"kind": "preflight-selftest", "hosts": HOSTS, "rate_bit_per_s": RATE, "states": rows}, indent=1
+    )
+    write_atomically(output, f"{text}\n", lambda _: False, "result of the self-test")
     return EXIT_OK if reached else EXIT_INCONCLUSIVE
 
 
