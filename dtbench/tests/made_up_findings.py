@@ -71,31 +71,29 @@ def calls() -> dict[str, Any]:
     rows = tuple(
         Stage(stage=s, ns=ns, plus_minus_ns=20.0) for s, ns in (("local op", 2500.0), ("entry", 1500.0))
     )
-    times: dict[str, Any] = {
-        "whole_ns": 4000.0,
-        "recorded_ns": 6000.0,
-        "unattributed_ns": 0.0,
-        "rows": rows,
-        "label": LABEL,
-        "source": "counters",
-        "calls": 10,
-        "spans_per_call": 13.0,
-    }
-    cases = [
-        CallStages(impl=impl, floor_ns=floor_ns, fitted_to_calibrated=1.1, **times)
+    cases = tuple(
+        CallStages(
+            impl=impl,
+            floor_ns=floor_ns,
+            whole_ns=4000.0,
+            recorded_ns=6000.0,
+            fitted_to_calibrated=1.1,
+            unattributed_ns=0.0,
+            rows=rows,
+            label=LABEL,
+            source="counters",
+            calls=10,
+            spans_per_call=13.0,
+        )
         for impl, floor_ns in (("core", 1200.0), ("torch", None))
-    ]
-    return as_dict(CallsProfile(cases=tuple(cases)))
+    )
+    return dict(msgspec.to_builtins(CallsProfile(cases=cases)))
 
 
 def ranks() -> dict[str, Any]:
     job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
-    return as_dict(RanksProfile(sections=(RanksSection(job=job, plain_us=900.0, profiled_us=1000.0),)))
-
-
-def as_dict(record: msgspec.Struct) -> dict[str, Any]:
-    fields: dict[str, Any] = msgspec.to_builtins(record)
-    return fields
+    section = RanksSection(job=job, plain_us=900.0, profiled_us=1000.0)
+    return dict(msgspec.to_builtins(RanksProfile(sections=(section,))))
 
 
 def history(revisions: int = 6, **changes: Any) -> list[dict[str, Any]]:
@@ -128,8 +126,13 @@ def write_lines(folder: Path, name: str, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
-def write_profile(folder: Path) -> Path:
-    """The folder of a profile of ranks."""
-    folder.mkdir()
-    write(folder, "table.json", ranks())
-    return folder
+def write_all(folder: Path, **contents: Any) -> list[Path]:
+    """Writes a result of each kind and returns the paths. contents: kind -> one that replaces the made-up one."""
+    contents = {"gate": gate(), "calls": calls(), "ranks": ranks(), "history": history()} | contents
+    (folder / "profile").mkdir()
+    return [
+        write(folder, "gate.json", contents["gate"]),
+        write(folder, "calls.json", contents["calls"]),
+        write(folder / "profile", "table.json", contents["ranks"]).parent,
+        write_lines(folder, "history.jsonl", contents["history"]),
+    ]

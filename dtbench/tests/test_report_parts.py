@@ -1,5 +1,6 @@
 """The figures of each part of the page, the files that it is made of, and the command."""
 
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,6 @@ from dtbench.cost import calibration
 from dtbench.engine.findings import findings as findings_of
 from dtbench.errors import UnreadableRunError
 from dtbench.records.result import Result, Run
-from dtbench.records.run import RunWriter
 from dtbench.reporting.html import Sources, figures, gather, render
 from dtbench.reporting.html.parts import bucketer, changes, collectives, redistribution
 from dtbench.reporting.html.section import Material
@@ -30,59 +30,46 @@ from dtbench.tests.test_findings import OTHERS, single_ops
 def launches(factor: dict[str, float], run_id: str) -> Run:
     """Six launches of one case per name, each times a factor, with a spread of 1 %."""
     rng = np.random.default_rng(len(run_id))
+    params = {"mesh": "8", "placements": "S(0)"}
     results = []
-    for name, times in factor.items():
-        for launch in range(6):
-            samples = (50e-6 * times * np.exp(rng.normal(0, 0.01)) * np.linspace(1, 1.1, 9)).tolist()
-            params = {"mesh": "8", "placements": "S(0)"}
-            results.append(made_up.result("dispatch", name, "core", params, samples, launch=launch))
+    for name, launch in itertools.product(factor, range(6)):
+        samples = 50e-6 * factor[name] * np.exp(rng.normal(0, 0.01)) * np.linspace(1, 1.1, 9)
+        results.append(made_up.result("dispatch", name, "core", params, samples.tolist(), launch=launch))
     return made_up.run(results, run_id=run_id)
 
 
 def test_a_comparison_is_the_verdict_and_its_rows() -> None:
     base = launches({"same": 1.0, "slow": 1.0, "fast": 1.0, "gone": 1.0}, "base")
-    new = launches({"same": 1.0, "slow": 1.5, "fast": 0.6, "fresh": 1.0}, "new-run")
-    text = render(Sources(runs=(new,), baseline=(base,)))
+    head = launches({"same": 1.0, "slow": 1.5, "fast": 0.6, "fresh": 1.0}, "new-run")
+    text = render(Sources(runs=(head,), baseline=(base,)))
     assert text.index('id="verdict"') < text.index('id="changes"') < text.index('id="provenance"')
     shown = Page(text)
     verdict = shown.section_text["verdict"]
-    assert "▲ Slower" in verdict
-    for shape, word in (("▲", "slower"), ("∅", "missing"), ("▼", "faster"), ("+", "new"), ("=", "same")):
-        assert re.search(rf"{re.escape(shape)}\s+1\s+{word}", verdict), word
-    for threshold in ("at least 5 launches", "p < 0.01", "more than 2% and 200 ns", "within ±5%"):
-        assert threshold in verdict
-    (row,) = [r for r in shown.rows if r[:1] == ["▲ slower"]]
-    slow, was = ([r.time_s.min for r in run.results if r.name == "slow" and r.time_s] for run in (new, base))
+    counts = ["▲ 1 slower", "∅ 1 missing", "▼ 1 faster", "+ 1 new", "= 1 same"]
+    thresholds = ["at least 5 launches", "p < 0.01", "more than 2% and 200 ns", "within ±5%"]
+    words = " ".join(verdict.split())
+    assert [part for part in ("▲ Slower", *counts, *thresholds) if part not in words] == []
+    (row,) = [cells for cells in shown.rows if cells[:1] == ["▲ slower"]]
+    slow, usual = (
+        [result.time_s.min for result in run.results if result.name == "slow" and result.time_s]
+        for run in (head, base)
+    )
     # Hodges-Lehmann: the median of 36 differences.
-    middle = math.exp(statistics.median(math.log(a / b) for a in slow for b in was))
+    ratio = math.exp(statistics.median(math.log(a / b) for a in slow for b in usual))
     assert row[1] == "slow" and "In every case: mesh=8, placements=S(0)." in shown.text
-    assert float(row[4].rstrip("×")) == pytest.approx(middle, abs=0.006)
+    assert float(row[4].rstrip("×")) == pytest.approx(ratio, abs=0.006)
     low, high = map(float, row[5].split(" – "))
-    assert low < middle < high and float(row[6]) == 2.0
+    assert low < ratio < high and float(row[6]) == 2.0
     assert any(cell.startswith("6 + 6 launches, interval of 9") for cell in row)
     alone = Material(Sources(runs=(base,)))
-    left_out = changes.CHANGES.section(alone)
-    assert alone.changes is None and left_out is not None and "--base" in left_out.missing
-
-
-def finding_files(folder: Path) -> list[Path]:
-    return [
-        made_up_findings.write(folder, "gate.json", made_up_findings.gate()),
-        made_up_findings.write(folder, "calls.json", made_up_findings.calls()),
-        made_up_findings.write_profile(folder / "profile"),
-        made_up_findings.write_lines(folder, "history.jsonl", made_up_findings.history()),
-    ]
+    omitted = changes.CHANGES.section(alone)
+    assert alone.changes is None and omitted is not None and "--base" in omitted.missing
 
 
 @pytest.fixture(scope="module")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    """Everything but runs."""
-    return gather(finding_files(tmp_path_factory.mktemp("findings")))
-
-
-@pytest.fixture(scope="module")
-def findings_text(findings: Sources) -> str:
-    return render(findings)
+def findings_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of everything but runs."""
+    return render(gather(made_up_findings.write_all(tmp_path_factory.mktemp("findings"))))
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +78,31 @@ def shown(findings_text: str) -> Page:
 
 
 def test_page_shows_the_gates_verdicts(shown: Page) -> None:
-    verdict = shown.section_text["verdict"]
-    for words in (
+    words = (
         "▲ Slower",
         "a note of the gate",
         "control (operations that are the same in both arms)",
         "base/base (base against a second launch of itself)",
-    ):
-        assert words in verdict
+    )
+    assert [part for part in words if part not in shown.section_text["verdict"]] == []
     assert "main → change: 2 slower, 1 failed, 1 missing, 1 inconclusive, 1 faster, 1 new of 8" in shown.text
     verdicts = ("slower", "failed", "missing", "inconclusive", "faster", "same", "new")
-    rows = [r for r in shown.rows if r[0][2:] in verdicts]
-    assert [r[1].split()[0] for r in rows] == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
-    assert rows[0][4:6] == ["1.50×", "1.47 – 1.53"] and rows[0][-1] == "collectives 1 → 2"
-    assert rows[4][4:6] == ["–", "–"]  # no ratio, no bound: a gap, not a zero
+    rows = {row[1].split()[0]: row for row in shown.rows if row[0][2:] in verdicts}
+    assert list(rows) == ["add", "matmul", "mm", "relu", "sum", "cat", "gelu", "view"]
+    assert [*rows["add"][4:6], rows["add"][-1]] == ["1.50×", "1.47 – 1.53", "collectives 1 → 2"]
+    assert rows["sum"][4:6] == ["–", "–"]  # no ratio, no bound: a gap, not a zero
     assert not {"nan", "NaN", "inf", "None", "Infinity"} & set(re.findall(r"[A-Za-z]+", shown.text))
 
 
 def test_page_of_undecided_gate_shows_why(tmp_path: Path) -> None:
-    def page_of(**of: Any) -> Sources:
-        return gather([made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate(**of))])
+    def sources_of(**changes: Any) -> Sources:
+        return gather([made_up_findings.write(tmp_path, "gate.json", made_up_findings.gate(**changes))])
+
+    def verdict_of(**changes: Any) -> str:
+        return Page(render(sources_of(**changes))).section_text["verdict"]
 
     trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
-    doubted = Page(render(page_of(trust=trust, exit_code=3))).section_text["verdict"]
+    doubted = verdict_of(trust=trust, exit_code=3)
     assert "? Untrusted" in doubted and "Untrusted: the control moved" in doubted
     few = made_up_findings.benchmark("inconclusive", "sum", 1.03, impl="wrapped")
     for bounds, interval in (
@@ -122,10 +111,10 @@ def test_page_of_undecided_gate_shows_why(tmp_path: Path) -> None:
         ((1.03, 1.03), "no interval"),
     ):
         few["effect"] |= dict(zip(("low", "high"), bounds, strict=True))
-        gate = page_of(benchmarks=[few], exit_code=3).gate
+        gate = sources_of(benchmarks=[few], exit_code=3).gate
         assert cells(section("changes", gate=gate), "? inconclusive")[6:8] == ["1.03×", interval]
     assert gate and gate.notes[-1] == "wrapped: a minimal tensor subclass in Python"
-    assert "Incomplete" in Page(render(page_of(benchmarks=[], exit_code=4))).section_text["verdict"]
+    assert "Incomplete" in verdict_of(benchmarks=[], exit_code=4)
 
 
 # ------------------------------------------------------------------------------------ suites
@@ -134,33 +123,30 @@ def test_page_of_undecided_gate_shows_why(tmp_path: Path) -> None:
 def test_dispatch_has_the_minima_and_their_ratios() -> None:
     results = list(made_up.dispatch())
     shown = section("dispatch", results)
-
-    def minimum(impl: str, call: str) -> float:
-        wanted = {"mesh": "2x4", "pass": "forward", "call": call}
-        (value,) = [
-            r.time_s.min
-            for r in results
-            if (r.name, r.impl) == ("matmul", impl) and wanted.items() <= r.params.items() and r.time_s
-        ]
-        return value
-
-    core, torch, floor, words, first_core, first_torch = cells(shown, "matmul", "S(0),R", "2x4", "forward")[
-        4:
-    ]
-    calls = (
+    minima_us = {
+        (result.impl, result.params["call"]): result.time_s.min * 1e6
+        for result in results
+        if (result.name, result.params["mesh"], result.params["pass"]) == ("matmul", "2x4", "forward")
+        and result.time_s
+    }
+    core, torch, floor, ratio, *first = cells(shown, "matmul", "S(0),R", "2x4", "forward")[4:]
+    calls = [
         ("core", "cached"),
         ("torch", "cached"),
         ("local", "cached"),
         ("core", "first"),
         ("torch", "first"),
+    ]
+    assert list(map(float, (core, torch, floor, *first))) == pytest.approx(
+        [minima_us[call] for call in calls], rel=0.01
     )
-    expected = [minimum(*call) for call in calls]
-    assert list(map(float, (core, torch, floor, first_core, first_torch))) == pytest.approx(
-        [time * 1e6 for time in expected], rel=0.01
+    assert float(ratio.removesuffix("× faster")) == pytest.approx(
+        minima_us["torch", "cached"] / minima_us["core", "cached"], abs=0.006
     )
-    assert float(words.removesuffix("× faster")) == pytest.approx(expected[1] / expected[0], abs=0.006)
-    marked = {row[0] for table in shown.tables for *_, row in table.rows if any("▲" in cell for cell in row)}
-    assert marked == {"layer_norm"}  # where the core is slower
+    # Where the core is slower.
+    assert {row[0] for table in shown.tables for *_, row in table.rows if "▲" in "".join(row)} == {
+        "layer_norm"
+    }
     kinds = {
         "forward": "single ops",
         "forward+requires_grad": "single ops on tensors that require gradients",
@@ -171,8 +157,8 @@ def test_dispatch_has_the_minima_and_their_ratios() -> None:
         for r in results:
             if (r.params["call"], r.params["pass"]) == ("cached", pass_) and r.time_s:
                 minima.setdefault((r.name, *r.params.items()), {})[r.impl] = r.time_s.min
-        mean = statistics.geometric_mean(times["core"] / times["torch"] for times in minima.values())
-        words = f"For cached {kind}, the core is {1 / mean:.2f}× faster than torch"
+        mean = statistics.geometric_mean(times["torch"] / times["core"] for times in minima.values())
+        words = f"For cached {kind}, the core is {mean:.2f}× faster than torch"
         assert f"{words} (geometric mean of {len(minima)} cases)" in shown.lead
         assert f"cached call ({kind}): geometric mean of {len(minima)} cases" in shown.headlines[at - 3][1]
     busy = [msgspec.structs.replace(r, params={**r.params, "call": "busy"}) for r in results[:6]]
@@ -190,8 +176,9 @@ def test_the_chart_of_ops_has_common_ones_first_and_then_the_slowest() -> None:
         for name, (placements, time_s) in times.items()
     ]
     (panel,) = section("dispatch", results).figures[0].panels
+    slowest = [f"slow_{i}" for i in range(29, 14, -1)]
     drawn = [words.split()[0] for words in panel.desc.split("; ")]
-    assert drawn == ["add", "relu", "mm", *[f"slow_{i}" for i in range(29, 14, -1)]][: figures.MAX_DOT_ROWS]
+    assert drawn == ["add", "relu", "mm", *slowest][: figures.MAX_DOT_ROWS]
 
 
 def test_the_page_says_what_a_single_op_adds_in_the_words_of_the_run() -> None:
@@ -220,12 +207,16 @@ def test_captions_describe_the_present_results() -> None:
 
 
 def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:
-    usual = {"mesh_dim": "dp", "ranks": 2, "groups": "together", "mode": "isolated", "dtype": "float32"}
+    params = {
+        "mesh_dim": "dp",
+        "ranks": 2,
+        "groups": "together",
+        "mode": "isolated",
+        "dtype": "float32",
+    } | params
+    times = [4e-3] * 8
     return made_up.result(
-        *("collectives", "all_reduce", "c10d", usual | params, [4e-3] * 8),
-        rank_samples=own,
-        size_bytes=10**6,
-        factor=1.0,
+        "collectives", "all_reduce", "c10d", params, times, rank_samples=own, size_bytes=10**6, factor=1.0
     )
 
 
@@ -238,8 +229,8 @@ def test_ranks_part_finds_late_ranks_and_slow_groups() -> None:
     assert late == pytest.approx({0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0})
     assert (skew.last[2], skew.last[0]) == (1.0, 0.0)
     assert skew.busbw_Bps == pytest.approx({0: 1e9, 2: 1e9, 1: 0.5e9, 3: 0.5e9})
-    row = cells(section("collectives", [result]), "dp", "all_reduce", "1000000 B", "2")
-    assert row[5:8] == ["3.00", "3.00", "3.00"]
+    shown = section("collectives", [result])
+    assert cells(shown, "dp", "all_reduce", "1000000 B", "2")[5:8] == ["3.00", "3.00", "3.00"]
     # With unequally many samples there is no bandwidth from the last arrival on.
     uneven = collective({}, {str(rank): [1e-3 * (rank + 1)] * (8 + rank) for rank in range(4)})
     (skew,) = collectives.ranks_of([made_up.run([uneven])])
@@ -252,10 +243,13 @@ def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
     for rank in header["ranks"]:
         link = {"neighbours": {}, "switch_links": 18}
         rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
-    assert collectives.limit_of(made_up.read(header), "tp") == 450e9  # NVLink 4: 18 links of 25 GB/s each way
+    limits = [collectives.limit_of(made_up.read(header), "tp")]
     header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
-    assert collectives.limit_of(made_up.read(header), "tp") is None  # a pair without a link
-    assert collectives.limit_of(made_up.read(made_up.header()), "tp") is None  # no GPU
+    limits += [
+        collectives.limit_of(made_up.read(described), "tp") for described in (header, made_up.header())
+    ]
+    # NVLink 4 has 18 links of 25 GB/s each way; a pair without a link and a CPU have no limit.
+    assert limits == [450e9, None, None]
     shown = section("collectives", made_up.collectives(), peaks={"tp": 5e9})
     assert "Limits: tp 5.00 GB/s, as given." in shown.lead
     assert "limit of tp" in [words for figure in shown.figures for words, _ in figure.legend]
@@ -264,19 +258,19 @@ def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
 def test_systems_are_drawn_beside_each_other() -> None:
     """Collectives of other meshes and machines: a line each, and the rest of the page is the first's."""
     first = made_up.run(list(made_up.collectives()), path="first.jsonl")
-    mesh = {"dp": 8}
     other = made_up.run(
-        list(made_up.collectives(mesh=mesh, truth={"dp": (2.0, 50.0)})),
+        list(made_up.collectives(mesh={"dp": 8}, truth={"dp": (2.0, 50.0)})),
         path="other.jsonl",
         run_id="20260102-120000-abcd",
-        mesh=mesh,
+        mesh={"dp": 8},
         hosts=[f"other-{i}" for i in range(8)],
     )
     together = split_systems(sources([first, other]))
     assert (together.runs, together.systems) == ((first,), ((first,), (other,)))
     shown = section("systems", systems=together.systems)
-    assert [panel.title for panel in shown.figures[0].panels][:2] == ["all_gather", "all_reduce"]
-    assert {words for words, _ in shown.figures[0].legend} == {"first", "other"}
+    figure = shown.figures[0]
+    assert [panel.title for panel in figure.panels[:2]] == ["all_gather", "all_reduce"]
+    assert {words for words, _ in figure.legend} == {"first", "other"}
     machine = {"cpu": {"model": "other"}, "gpus": []}
     dispatch = made_up.run(list(made_up.dispatch()), path="ops.jsonl", machine=machine)
     assert split_systems(sources([first, dispatch])).systems == ()
@@ -288,19 +282,21 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
     dim = next(d for d in topology.dims if d.name == "dp")
     shown = section("redistribute", run.results, topology=topology)
     row = cells(shown, "dp", "2", "inter-host")
-    assert float(row[3]) == pytest.approx(dim.bandwidth_GiBps, rel=0.01)
-    assert float(row[6]) == pytest.approx(dim.latency_us_per_hop, rel=0.01)
+    fitted = (dim.bandwidth_GiBps, dim.latency_us_per_hop)
+    assert (float(row[3]), float(row[6])) == pytest.approx(fitted, rel=0.01)
     assert (row[5], row[8]) == ("19.3", "2.70")
     assert any("from a single launch: too narrow" in table.note for table in shown.tables)
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
-    series = {one.label: one for one in redistribution.residuals_of(dim)}
-    assert series["fitted"].y == pytest.approx([1.0] * len(series["fitted"].y), abs=0.02)
+    residuals = {series.label: series.y for series in redistribution.residuals_of(dim)}
+    assert residuals["fitted"] == pytest.approx([1.0] * len(residuals["fitted"]), abs=0.02)
     # ... and the built-in ones are as far off as the two formulas are.
     point = dim.residuals.points[0]
-    built = made_up.ring_us(point.collective, point.size_bytes, 2, 19.3, 2.7)
-    true = made_up.ring_us(point.collective, point.size_bytes, 2, *made_up.TRUTH["dp"])
-    assert series["builtin"].y[0] == pytest.approx(built / true, rel=0.05)
-    words = [redistribution.percent_off(r) for r in (0.5, 1.0, 2.0, 0.01, 0.001)]
+    builtin_us, true_us = (
+        made_up.ring_us(point.collective, point.size_bytes, 2, *constants)
+        for constants in ((19.3, 2.7), made_up.TRUTH["dp"])
+    )
+    assert residuals["builtin"][0] == pytest.approx(builtin_us / true_us, rel=0.05)
+    words = [redistribution.percent_off(ratio) for ratio in (0.5, 1.0, 2.0, 0.01, 0.001)]
     assert words == ["−50 %", "0 %", "+100 %", "−99 %", "−99.90 %"]
 
 
@@ -313,16 +309,18 @@ def test_bandwidth_lower_bound_is_marked() -> None:
 
 
 def test_covered_share_is_that_of_the_collectives_time() -> None:
-    times = {"core": 7.0, "wait_at_once": 10.0, "local": 4.0, "torch": 8.0}
     params = {"mesh_dim": "dp", "dtype": "float32", "size": 65536, "late_ms": 0}
-    results = [made_up.result("overlap", "all_reduce", i, params, [t * 1e-3] * 3) for i, t in times.items()]
+    results = [
+        made_up.result("overlap", "all_reduce", impl, params, [seconds] * 3)
+        for impl, seconds in (("core", 7e-3), ("wait_at_once", 10e-3), ("local", 4e-3), ("torch", 8e-3))
+    ]
     assert cells(section("bucketer", results), "dp", "64 KiB")[-1] == "50"
     assert bucketer.covered_text(-0.25) == "−25% covered"
 
 
 def test_stages_add_up_in_the_table(shown: Page) -> None:
-    assert shown.row(made_up_findings.LABEL, "core", "local op")[3:6] == ["2.50", "0.02", "62"]
-    assert shown.row(made_up_findings.LABEL, "core", "entry")[3:6] == ["1.50", "0.02", "38"]
+    stages = [shown.row(made_up_findings.LABEL, "core", stage)[3:6] for stage in ("local op", "entry")]
+    assert stages == [["2.50", "0.02", "62"], ["1.50", "0.02", "38"]]
 
 
 def test_other_suites_show_times_over_launches() -> None:
@@ -345,14 +343,12 @@ def test_other_suites_show_times_over_launches() -> None:
 
 
 def test_history_puts_first_what_moved_most(shown: Page, tmp_path: Path) -> None:
-    rows = [r for r in shown.rows if r[0] in ("add", "view") and len(r) == 7]
-    assert [r[0] for r in rows] == ["add", "view"]
-    assert rows[0][1:6] == ["6", "10.00", "12.00", "+20.0", "5" * 40]
+    first, second = [row for row in shown.rows if row[0] in ("add", "view") and len(row) == 7]
+    assert (first[:6], second[0]) == (["add", "6", "10.00", "12.00", "+20.0", "5" * 40], "view")
     assert "Made-up CPU, 2, Linux" in shown.section_text["history"]
     # Titles leave out what all benchmarks share; a line cut short is no revision.
-    line = made_up_findings.history(2)[0]
-    times = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
-    lines = [line | {"revision": revision * 40, "times_s": times} for revision in "abc"]
+    times_s = {f"dispatch add mesh=8 pass={way} [core]": 1e-6 for way in ("forward", "backward")}
+    lines = [line | {"times_s": times_s} for line in made_up_findings.history(3)]
     path = made_up_findings.write_lines(tmp_path, "h.jsonl", lines)
     path.write_text(path.read_text()[:-5])
     short = gather([path])
@@ -365,24 +361,23 @@ def test_a_folder_of_runs_shows_the_last_and_how_each_case_moved(tmp_path: Path)
         gather([tmp_path])
     ops = [r for r in made_up.dispatch() if r.name in ("add", "view", "sum")]
     for day, factor in enumerate((1.0, 1.0, 1.5), 1):
-        slower = [
+        results = [
             made_up.result(r.suite, r.name, r.impl, r.params, [factor * s for s in r.samples_s])
             if (r.name, r.impl) == ("add", "core")
             else r
             for r in ops
         ]
-        run = made_up.run(slower, started=f"2026-01-0{day}T00:00:00+00:00", run_id=f"run{day}")
-        with RunWriter.create(tmp_path / f"{9 - day}.jsonl", run.header) as writer:
-            for result in run.results:
-                writer.append(result)
+        run = made_up.run(results, started=f"2026-01-0{day}T00:00:00+00:00", run_id=f"run{day}")
+        made_up.write(tmp_path / f"{9 - day}.jsonl", run)
     sources = gather([tmp_path])
     assert [run.header.run_id for run in sources.runs] == ["run3"]
     (moved,) = sources.histories
     assert [point.revision for point in moved.points] == ["01-01 00:00", "01-02 00:00", "01-03 00:00"]
     assert moved.machine == "Made-up CPU @ 2.00GHz, mesh dp=2 x tp=2, 2 hosts, gloo"
-    rows = Page(render(sources)).rows
-    first = next(row for row in rows if row and row[0].startswith("dispatch ") and "[" in row[0])
-    assert first[0].startswith("dispatch add ") and "+50.0" in first
+    cases = [
+        row for row in Page(render(sources)).rows if row and row[0].startswith("dispatch ") and "[" in row[0]
+    ]
+    assert cases[0][0].startswith("dispatch add ") and "+50.0" in cases[0]
 
 
 # ------------------------------------------------------------------------------------ files and the command
@@ -428,20 +423,16 @@ def test_hostile_text_of_findings_stays_text(tmp_path: Path) -> None:
         hostile(line, kept) | {"times_s": {HOSTILE: 1e-6 * (k + 1)}}
         for k, line in enumerate(made_up_findings.history(3))
     ]
-    (tmp_path / "p").mkdir()
-    made_up_findings.write(tmp_path / "p", "table.json", hostile(made_up_findings.ranks(), kept))
-    files = [
-        made_up_findings.write(tmp_path, "gate.json", gate),
-        made_up_findings.write(tmp_path, "calls.json", hostile(made_up_findings.calls(), kept)),
-        made_up_findings.write_lines(tmp_path, "h.jsonl", history),
-        tmp_path / "p",
-    ]
+    calls, ranks = (
+        hostile(profile, kept) for profile in (made_up_findings.calls(), made_up_findings.ranks())
+    )
+    files = made_up_findings.write_all(tmp_path, gate=gate, calls=calls, ranks=ranks, history=history)
     parts = ("lanes00", "stages0", "history0p0", "forest0")
     assert {f"{part}-t" for part in parts} <= set(harmless(render(gather(files))).ids())
 
 
 def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path, findings_text: str) -> None:
-    code, out, err = dtbench("report", *[str(p) for p in finding_files(tmp_path)], "-o", "page.html")
+    code, out, err = dtbench("report", *map(str, made_up_findings.write_all(tmp_path)), "-o", "page.html")
     assert (code, err) == (0, "") and "the report is in page.html" in out
     assert (tmp_path / "page.html").read_text("utf-8") == findings_text  # the same files, the same bytes
     for words, message in (
@@ -454,10 +445,7 @@ def test_the_command_takes_any_of_the_files(dtbench: made_up.Cli, tmp_path: Path
 
 
 def test_base_of_a_report_is_read_without_samples(tmp_path: Path) -> None:
-    new, base = (
-        made_up.write(tmp_path / f"{name}.jsonl", made_up.run(list(made_up.tensor_parallel())))
-        for name in ("new", "base")
-    )
-    sources = gather([new], [base])
+    path = made_up.write(tmp_path / "x.jsonl", made_up.run(list(made_up.tensor_parallel())))
+    sources = gather([path], [path])
     assert all(result.samples_s for run in sources.runs for result in run.results)
     assert not any(result.samples_s for run in sources.baseline for result in run.results)
