@@ -11,7 +11,7 @@ import math
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from msgspec import structs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _collective_utils, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops import single_dim_strategy
@@ -48,6 +47,9 @@ S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 # Between 32 MiB at 100 us and 96 MiB at 900 us: 64 MiB is halfway.
 BENT = curve_of((32 * MIB, 96 * MIB), (100.0, 900.0))
 HALFWAY_US = 500.0
+# Of torch's formula, with the constants of `two_dims`: a gather over dp, an all-reduce over tp.
+DP_GATHER_US = 6.6 + 20 + 0.0625 / 2 / 5 * 1e6
+ALL_REDUCE_US = 6.6 + 14 * 2 + 0.0625 * 14 / 8 / 50 * 1e6
 COST = "_compute_placement_transition_cost"
 
 
@@ -67,8 +69,7 @@ def module_of(topology: CalibratedTopology, target: Any = "torch", name: str = "
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    code = compile(render(topology, target, name), f"{name}.py", "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    exec(compile(render(topology, target, name), f"{name}.py", "exec", dont_inherit=True), module.__dict__)
     return module
 
 
@@ -77,9 +78,8 @@ def two_dims(device_type: str = "cpu", **tp: Any) -> CalibratedTopology:
     return a_topology(a_dim("dp", 2, 5.0, 20.0), a_dim("tp", 8, 50.0, 2.0, **tp), device_type=device_type)
 
 
-def spec(mesh: DeviceMesh, *placements: Any, shape: tuple[int, int] = SHAPE) -> DTensorSpec:
-    meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float32)
-    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+def spec(mesh: DeviceMesh, *placements: Any) -> DTensorSpec:
+    return DTensorSpec(mesh, placements, TensorMeta(torch.Size(SHAPE), (SHAPE[1], 1), torch.float32))
 
 
 def cost(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> float:
@@ -92,11 +92,12 @@ def cost(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> float:
 def test_exported_constants_determine_torchs_costs(mesh: DeviceMesh) -> None:
     with module_of(two_dims()).apply():
         topo = _collective_utils.MeshTopoInfo.build_from_mesh(mesh)
-        over_dp = _collective_utils.allgather_cost(SIZE / GIB, topo, 0)
-        over_tp = _collective_utils.allreduce_cost(SIZE / GIB, topo, 1)
-        redistributed = cost(mesh, (R, S0), (R, R))
-    expected = (6.6 + 20 + 0.0625 / 2 / 5 * 1e6, ALL_REDUCE_US, 6.6 + 7 * 2 + 0.0625 * 7 / 8 / 50 * 1e6)
-    assert (over_dp, over_tp, redistributed) == pytest.approx(expected)
+        costs_us = [
+            _collective_utils.allgather_cost(SIZE / GIB, topo, 0),
+            _collective_utils.allreduce_cost(SIZE / GIB, topo, 1),
+            cost(mesh, (R, S0), (R, R)),
+        ]
+    assert costs_us == pytest.approx([DP_GATHER_US, ALL_REDUCE_US, 6.6 + 7 * 2 + 0.0625 * 7 / 8 / 50 * 1e6])
     with (
         module_of(two_dims("cuda")).apply(),
         pytest.raises(RuntimeError, match=r"measured on 'cuda'.*on 'cpu'"),
@@ -108,10 +109,17 @@ def test_dims_are_matched_by_name_in_other_meshes(mesh: DeviceMesh) -> None:
     transposed = DeviceMesh("cpu", torch.arange(16).view(2, 8).T.contiguous(), mesh_dim_names=("tp", "dp"))
     with_one = init_device_mesh("cpu", (1, 2, 8), mesh_dim_names=("pp", "dp", "tp"))  # pp was not measured
     with module_of(two_dims()).apply():
-        over_dp, over_tp = cost(mesh, (S0, R), (R, R)), cost(mesh, (R, S0), (R, R))
-        assert cost(transposed, (S0, R), (R, R)) == over_tp
-        assert (cost(mesh["dp"], (S0,), (R,)), cost(mesh["tp"], (S0,), (R,))) == (over_dp, over_tp)
-        assert cost(with_one, (R, S0, R), (R, R, R)) == over_dp
+        over_dp = [
+            cost(mesh, (S0, R), (R, R)),
+            cost(mesh["dp"], (S0,), (R,)),
+            cost(with_one, (R, S0, R), (R, R, R)),
+        ]
+        over_tp = [
+            cost(mesh, (R, S0), (R, R)),
+            cost(mesh["tp"], (S0,), (R,)),
+            cost(transposed, (S0, R), (R, R)),
+        ]
+    assert (over_dp, over_tp) == (over_dp[:1] * 3, over_tp[:1] * 3) and over_dp[0] != over_tp[0]
 
 
 @pytest.mark.parametrize(
@@ -128,8 +136,8 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
     other = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     src, dst = (S0, *[R] * (len(sizes) - 1)), (R,) * len(sizes)
     before = cost(other, src, dst)
-    dims = a_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT}), a_dim("tp", 8, 50.0, 2.0)
-    with module_of(a_topology(*dims)).apply():
+    dp = a_dim("dp", 2, 5.0, 20.0, transitions={"S(0)->R": BENT})
+    with module_of(a_topology(dp, a_dim("tp", 8, 50.0, 2.0))).apply():
         with pytest.warns(UserWarning, match=f"dp=2, tp=8 were measured; got .*{message}: torch's own"):
             assert cost(other, src, dst) == before
         with warnings.catch_warnings():
@@ -140,7 +148,6 @@ def test_other_meshes_keep_torchs_constants_with_one_warning(
 # --------------------------------------------------------------------- torch: times per transition
 
 
-ALL_REDUCE_US = 6.6 + 14 * 2 + 0.0625 * 14 / 8 / 50 * 1e6
 GATHER_US = 50 + 0.0625 / 2 * 1e6
 TRANSITIONS = {"transitions": {"S(0)->R": BENT, "R->S(0)": BENT, "S(1)->S(0)": BENT}}
 COLLECTIVES = {
@@ -168,27 +175,23 @@ def test_measured_transitions_and_collectives_replace_the_formulas(
 ) -> None:
     with module_of(two_dims(**measured)).apply():
         assert cost(mesh["tp"], (src,), (dst,)) == pytest.approx(us)
-        assert cost(mesh["dp"], (S0,), (R,)) == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+        assert cost(mesh["dp"], (S0,), (R,)) == pytest.approx(DP_GATHER_US)
 
 
 # ------------------------------------------------------------------------------------- decisions
 
 
-def plan(mesh: DeviceMesh, src: tuple[Any, ...], dst: tuple[Any, ...]) -> list[tuple[int, str, str]]:
-    with _redistribute.use_min_cost_redistribution_plan():
-        steps = _redistribute._gen_transform_infos(spec(mesh, *src), spec(mesh, *dst))
-    return [(step.mesh_dim, *map(str, step.src_dst_placements)) for step in steps]
-
-
 def test_export_changes_the_planned_redistribution(mesh: DeviceMesh) -> None:
-    src, dst = (S0, R), (R, R)
-    straight = [(0, "S(0)", "R")]
-    assert plan(mesh, src, dst) == straight
+    def planned_dims() -> list[int]:
+        with _redistribute.use_min_cost_redistribution_plan():
+            steps = _redistribute._gen_transform_infos(spec(mesh, S0, R), spec(mesh, R, R))
+        return [step.mesh_dim for step in steps]
+
+    assert planned_dims() == [0]
     # Straight: 6.6 + 20 + 6250. An eighth over dp, the whole over tp: 26.6 + 781 + 20.6 + 1094.
-    applied = module_of(two_dims()).apply()
-    assert [step[0] for step in plan(mesh, src, dst)] == [1, 0, 1]
-    applied.undo()
-    assert plan(mesh, src, dst) == straight
+    with module_of(two_dims()).apply():
+        assert planned_dims() == [1, 0, 1]
+    assert planned_dims() == [0]
 
 
 @pytest.mark.parametrize(
@@ -222,26 +225,22 @@ def test_undo_restores_torchs_functions_in_reverse_order(mesh: DeviceMesh) -> No
 
     before, cost_before = functions(), over_dp()
     first = module_of(two_dims()).apply()
-    assert all(a is not b for a, b in zip(functions(), before, strict=True) if b is not None)
+    assert all(now is not then for now, then in zip(functions(), before, strict=True) if then is not None)
     second = module_of(a_topology(a_dim("dp", 2, 1.0, 0.0), a_dim("tp", 8, 1.0, 0.0))).apply()
     assert over_dp() == pytest.approx(6.6 + 0.0625 / 2 * 1e6)
     with pytest.raises(RuntimeError, match="undo those first"):
         first.undo()
     second.undo()
-    assert over_dp() == pytest.approx(6.6 + 20 + 0.0625 / 2 / 5 * 1e6)
+    assert over_dp() == pytest.approx(DP_GATHER_US)
     for _ in range(2):  # a second undo changes nothing
         first.undo()
-    assert functions() == before and over_dp() == cost_before
-
-
-def other_cost(current: Any, target: Any, mesh_topo: Any, mesh_dim: int) -> float:
-    return 0.0
+    assert (functions(), over_dp()) == (before, cost_before)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (COST, other_cost, r"current_placement.*got \(current, target"),
+        (COST, lambda current, target, mesh_topo, mesh_dim: 0.0, r"current_placement.*got \(current, target"),
         (COST, None, "got none"),
         ("allreduce_cost", lambda bytes_gb, mesh_topo, mesh_dim: 1.0, "allreduce_cost of 1 GiB.*got 1.0 us"),
     ],
@@ -263,7 +262,7 @@ def test_unsupported_torch_is_refused(
 
 def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
     """One collective of each kind over tp, with the shapes that a trace would note."""
-    ops, group = torch.ops._c10d_functional, mesh.get_group("tp").group_name
+    ops, group, world = torch.ops._c10d_functional, mesh.get_group("tp").group_name, dist.group.WORLD
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(MIB, device="meta")
@@ -271,17 +270,18 @@ def graph_of(mesh: DeviceMesh) -> torch.fx.Graph:
         "gather": (ops.all_gather_into_tensor.default, (x, 8, group), 8 * MIB),
         "reduce": (ops.all_reduce.default, (x, "sum", group), MIB),
         "scatter": (ops.reduce_scatter_tensor.default, (x, "sum", 8, group), MIB // 8),
-        "world": (ops.all_reduce.default, (x, "sum", _get_default_group().group_name), MIB),
+        "world": (ops.all_reduce.default, (x, "sum", world.group_name), MIB),
         "exchange": (ops.all_to_all_single.default, (x, [MIB // 8] * 8, [MIB // 8] * 8, group), MIB),
     }
     for name, (op, args, elements) in calls.items():
-        node = graph.create_node("call_function", op, args, name=name)
-        node.meta["val"] = torch.empty(elements, device="meta")
+        graph.create_node("call_function", op, args, name=name).meta["val"] = torch.empty(
+            elements, device="meta"
+        )
     return graph
 
 
 def with_collectives(device_type: str = "cpu") -> CalibratedTopology:
-    curves = {"all_gather": a_curve(10, 4), "all_reduce": a_curve(20, 2), "reduce_scatter": BENT}
+    curves = {"all_gather": a_curve(10, 4), "all_reduce": a_curve(20, 2), "reduce_scatter": a_curve(0, 1)}
     return two_dims(device_type, collectives=curves)
 
 
@@ -293,16 +293,15 @@ def test_inductor_estimate_is_in_milliseconds(mesh: DeviceMesh) -> None:
     nodes = {node.name: node for node in graph_of(mesh).nodes}
     with module_of(with_collectives(), "inductor").apply(mesh):
         hook = options.custom_runtime_estimation
-        calls = ((nodes["gather"],), (nodes["reduce"],), (nodes["gather"], 0))
+        calls = ((nodes["gather"],), (nodes["reduce"],), (nodes["scatter"],), (nodes["gather"], 0))
         ms = [estimate_collective_time(*call, custom_runtime_estimation=hook) for call in calls]
         # all_to_all was not measured, nor all dims as one.
         assert [hook(nodes[name]) for name in ("exchange", "world", "x")] == [None] * 3
         assert hook(nodes["gather"], 4096) is None
-    assert ms == pytest.approx([0.010 + 32 / 1024 / 4 * 1e3, 0.020 + 4 / 1024 / 2 * 1e3, 0.010])
+    gather_ms, reduce_ms = 0.010 + 32 / 1024 / 4 * 1e3, 0.020 + 4 / 1024 / 2 * 1e3
+    scatter_ms = 4 / 1024 * 1e3  # by the size of the input
+    assert ms == pytest.approx([gather_ms, reduce_ms, scatter_ms, 0.010])
     assert options.custom_runtime_estimation is None
-    scatter = two_dims(collectives={"reduce_scatter": a_curve(0, 1)})
-    with module_of(scatter, "inductor").apply(mesh) as applied:
-        assert applied.estimate(nodes["scatter"]) == pytest.approx(4 / 1024 * 1e3)  # size of the input
 
 
 def test_inductor_keeps_torchs_estimates_of_other_nodes(mesh: DeviceMesh) -> None:
@@ -336,9 +335,8 @@ def test_inductor_refuses_unmeasured_dims(mesh: DeviceMesh) -> None:
 def test_inductor_cache_key_depends_on_constants(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor pickles its settings into the key of compiled graphs."""
     keys = set()
-    for beta in (4, 5):
-        topology = two_dims(collectives={"all_gather": a_curve(10, beta)})
-        exported = module_of(topology, "inductor", "exported_for_cache")
+    for curve in (a_curve(10, 4), a_curve(10, 5)):
+        exported = module_of(two_dims(collectives={"all_gather": curve}), "inductor", "exported_for_cache")
         monkeypatch.setitem(sys.modules, "exported_for_cache", exported)
         with exported.apply(mesh) as applied:
             keys.add(pickle.dumps(applied.estimate))
@@ -364,14 +362,13 @@ def test_autoparallel_formula_gives_measured_times() -> None:
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
     layout = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
     dim = structs.replace(a_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=layout)
-    exported: dict[str, Any] = {}
-    exec(render(a_topology(dim), "autoparallel"), exported)
-    tables, ramps = exported["RUNTIME_TABLES"], exported["RUNTIME_RAMPS"]
-    assert tables.keys() == ramps.keys() == curves.keys()
+    exported = module_of(a_topology(dim), "autoparallel")
+    assert exported.RUNTIME_TABLES.keys() == exported.RUNTIME_RAMPS.keys() == curves.keys()
     for name, curve in curves.items():
-        latency, bandwidth = tables[name][2, 2]
+        latency, bandwidth = exported.RUNTIME_TABLES[name][2, 2]
         for row in curve.table:
-            share = np.interp(math.log2(row.size_bytes / 4 / 64), range(24), ramps[name][2, 2])
+            position = math.log2(row.size_bytes / 4 / 64)
+            share = np.interp(position, range(24), exported.RUNTIME_RAMPS[name][2, 2])
             us = latency + row.size_bytes / (1000 * bandwidth * share)
             assert us == pytest.approx(row.time_us, rel=0.02)
 
@@ -418,11 +415,12 @@ def test_export_errors_have_one_line(dtbench: Cli, tmp_path: Path, words: str, s
 NASTY = 'tp"""\n\'); import os; os.abort()  # {{ 7 * 7 }} \\ \u202e\x1b[2J'
 
 
+def names_in(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("target", ["torch", "inductor"])
 def test_names_are_escaped_as_literals(target: Any) -> None:
-    def names_in(text: str) -> set[str]:
-        return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-
     curves = {"all_reduce": a_curve(1, 1)}
     topology = a_topology(
         a_dim(NASTY, 8, 50.0, 2.0, collectives=curves, warnings=(NASTY,)),
@@ -461,35 +459,31 @@ TIMES = {
     "reduce_scatter": (30.0, 230.0),
     "all_to_all": (12.0, 300.0),
 }
+# Of the message that moves the tensor: a rank's buffer for an all-to-all.
+MESSAGE_BYTES = {collective: SIZE // RANKS if collective == "all_to_all" else SIZE for collective in TIMES}
 CHANGES = [
-    ("S0", "R", "all_gather"),
-    ("S1", "R", "all_gather"),
-    ("P", "R", "all_reduce"),
-    ("P", "S0", "reduce_scatter"),
-    ("P", "S1", "reduce_scatter"),
-    ("S0", "S1", "all_to_all"),
-    ("S1", "S0", "all_to_all"),
+    (S0, R, "all_gather"),
+    (S1, R, "all_gather"),
+    (P, R, "all_reduce"),
+    (P, S0, "reduce_scatter"),
+    (P, S1, "reduce_scatter"),
+    (S0, S1, "all_to_all"),
+    (S1, S0, "all_to_all"),
 ]
-THEIRS: dict[str, Any] = {"S0": S0, "S1": S1, "R": R, "P": P}
-OURS: dict[str, Any] = {
-    "S0": core.Shard(0),
-    "S1": core.Shard(1),
-    "R": core.Replicate(),
-    "P": core.Partial(),
-}
+CORE: dict[Any, Any] = {S0: core.Shard(0), S1: core.Shard(1), R: core.Replicate(), P: core.Partial()}
 
 
-def time_us(collective: str) -> Callable[[int], float]:
+def time_us(collective: str, size: int) -> float:
     latency_us, rate = TIMES[collective]
-    return lambda size: latency_us + size / rate / 1e3
-
-
-def log_of(collective: str) -> str:
-    return table(collective, RANKS, time=lambda size, _in_place: time_us(collective)(size))
+    return latency_us + size / rate / 1e3
 
 
 def from_logs(dtbench: Cli) -> None:
-    Path("nccl.log").write_text("\n".join(map(log_of, TIMES)))
+    tables = [
+        table(name, RANKS, time=lambda size, _in_place, name=name: time_us(name, size))  # type: ignore[misc]
+        for name in TIMES
+    ]
+    Path("nccl.log").write_text("\n".join(tables))
     assert dtbench("import", "nccl.log", "-o", "run.jsonl", "--mesh", f"tp={RANKS}")[0] == EXIT_OK
 
 
@@ -501,7 +495,7 @@ def from_own_run(_dtbench: Cli) -> None:
             name,
             "c10d",
             {**common, "size": size},
-            [1e-6 * time_us(name)(size)] * 5,
+            [1e-6 * time_us(name, size)] * 5,
             size_bytes=size,
         )
         for name in TIMES
@@ -519,19 +513,18 @@ def topology(request: pytest.FixtureRequest, dtbench: Cli) -> CalibratedTopology
 
 
 def message_us(topology: CalibratedTopology, collective: str) -> float:
-    """Returns the curve's time of the message that moves the tensor: a rank's buffer for an all-to-all."""
-    size = SIZE // RANKS if collective == "all_to_all" else SIZE
+    """Returns the curve's time of the message that moves the tensor."""
+    size = MESSAGE_BYTES[collective]
     us = times_of(topology.dims[0].collectives[collective]).us(size)
-    assert us == pytest.approx(time_us(collective)(size), rel=0.01)
+    assert us == pytest.approx(time_us(collective, size), rel=0.01)
     return us
 
 
 def test_core_prices_a_step_as_its_collective(topology: CalibratedTopology) -> None:
     constants = Topology.load("topology.json").constants([("tp", RANKS)])
     for src, dst, collective in CHANGES:
-        chain = ChainSearch(SHAPE, 4, [OURS[src]], [OURS[dst]], constants).cheapest()
-        assert chain is not None and [step.collective for step in chain] == [collective]
-        assert chain[0].us == pytest.approx(message_us(topology, collective))
+        (step,) = ChainSearch(SHAPE, 4, [CORE[src]], [CORE[dst]], constants).cheapest() or ()
+        assert (step.collective, step.us) == (collective, pytest.approx(message_us(topology, collective)))
 
 
 def test_export_to_torch_prices_a_step_as_its_collective(
@@ -541,14 +534,12 @@ def test_export_to_torch_prices_a_step_as_its_collective(
     exported.DEVICE_TYPE = "cpu"  # no mesh on cuda here
     with exported.apply():
         for src, dst, collective in CHANGES:
-            us = cost(mesh["tp"], (THEIRS[src],), (THEIRS[dst],))
-            assert us == pytest.approx(message_us(topology, collective))
+            assert cost(mesh["tp"], (src,), (dst,)) == pytest.approx(message_us(topology, collective))
 
 
 def test_export_to_inductor_and_plan_price_a_message_as_its_collective(topology: CalibratedTopology) -> None:
     curves, links = module_of(topology, "inductor").CURVES, TopologyLinks(topology, RANKS)
     for collective in TIMES:
-        size = SIZE // RANKS if collective == "all_to_all" else SIZE
-        expected_us = message_us(topology, collective)
-        assert curves["tp", collective].us(size) == pytest.approx(expected_us)
-        assert links.collective(collective, size, RANKS, 1) == pytest.approx(1e-6 * expected_us)
+        size = MESSAGE_BYTES[collective]
+        us = [curves["tp", collective].us(size), 1e6 * links.collective(collective, size, RANKS, 1)]
+        assert us == pytest.approx([message_us(topology, collective)] * 2)
