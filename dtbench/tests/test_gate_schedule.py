@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ def benchmarks(count: int, suite: str = "s") -> list[Benchmark]:
     return [Benchmark(key, f"{key[0]} {key[1]} [core]", "simulated", "min") for key in keys]
 
 
+(ANY,) = benchmarks(1)
 CONTROL = benchmarks(3, "control")
 
 
@@ -79,12 +81,11 @@ class KnownLaunches:
         self.arms.append(arm)
         self.measured.update(b.key[1] for b in benchmarks)
         base_s = TIME_S * math.exp(self.drift * len(self.arms))
-        control = self.control if arm == "head" else 1.0
-        factors = [(b.key, control, self.noise / 4) for b in CONTROL]
-        for b in benchmarks:
-            factor = self.factors.get(b.key[1], 1.0) if arm == "head" else self.null if arm == "null" else 1.0
-            factors.append((b.key, factor, self.noise))
-        return LaunchTimes({key: base_s * f * self.random.lognormvariate(0, sd) for key, f, sd in factors})
+        control, usual = self.control if arm == "head" else 1.0, self.null if arm == "null" else 1.0
+        factors = self.factors if arm == "head" else {}
+        times = [(b.key, control, self.noise / 4) for b in CONTROL]
+        times += [(b.key, factors.get(b.key[1], usual), self.noise) for b in benchmarks]
+        return LaunchTimes({key: base_s * f * self.random.lognormvariate(0, sd) for key, f, sd in times})
 
 
 def judge(machine: KnownLaunches, count: int = 1, seed: int = 0) -> tuple[list[ComparedCase], Trust]:
@@ -102,9 +103,9 @@ def test_a_slow_benchmark_is_measured_on_alone_with_fresh_pairs() -> None:
     machine = KnownLaunches({"b1": 1.10}, noise=0.001)
     judged, _ = judge(machine, 3)
     assert [j.verdict for j in judged] == [Verdict.SAME, Verdict.SLOWER, Verdict.SAME]
-    assert machine.measured["b0"] == 15 and machine.measured["b1"] == 15 + 2 * 10
-    assert judged[1].effect and judged[1].effect.pairs == 10
-    assert judged[1].effect.ratio == pytest.approx(1.10, abs=0.005)
+    assert machine.measured == {"b0": 15, "b1": 15 + 2 * 10, "b2": 15}
+    effect = judged[1].effect
+    assert effect and (effect.pairs, effect.ratio) == (10, pytest.approx(1.10, abs=0.005))
 
 
 def test_false_alarms_are_rare_at_usual_noise() -> None:
@@ -143,8 +144,8 @@ def test_share_of_gates_that_find_a_regression(
 )
 def test_verdict_depends_on_the_size_of_the_change(factor: float, noise: float, verdict: Verdict) -> None:
     (judged,), _ = judge(KnownLaunches({"b0": factor}, noise=noise))
-    assert judged.verdict == verdict and judged.effect is not None
-    assert min(judged.effect.p_slower or 1, judged.effect.p_faster or 1) < 0.05
+    assert judged.verdict == verdict
+    assert judged.effect and min(judged.effect.p_slower or 1, judged.effect.p_faster or 1) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -212,23 +213,23 @@ def test_noise_of_any_kind_is_seldom_called_gross(tail: str) -> None:
     assert "gross" not in {case.stage for case in cases}
 
 
-def test_ratio_of_two_launches_is_the_median_ratio_of_their_samples() -> None:
-    key = benchmarks(1)[0].key
-    base = LaunchTimes({key: 1.0}, {}, {key: (1.0, 2.0, 4.0)})
-    head = LaunchTimes({key: 1.3}, {}, {key: (3.0, 2.2, 4.4)})
-    assert pair_of(base, head, key) == pytest.approx((1.0, 1.1))
-
-
 @pytest.mark.parametrize(
-    "samples", [None, (1.3,), *((1.3, bad, 1.3) for bad in (0.0, -1.0, math.inf, math.nan))]
+    ("samples", "ratio"),
+    [
+        ((3.0, 2.2, 4.4), 1.1),
+        # Without samples in pairs it is the ratio of their times.
+        (None, 1.3),
+        ((1.3,), 1.3),
+        *(((1.3, bad, 1.3), 1.3) for bad in (0.0, -1.0, math.inf, math.nan)),
+    ],
 )
-def test_ratio_of_two_launches_without_paired_samples_is_that_of_their_times(
-    samples: tuple[float, ...] | None,
+def test_ratio_of_two_launches_is_the_median_ratio_of_their_samples(
+    samples: tuple[float, ...] | None, ratio: float
 ) -> None:
-    key = benchmarks(1)[0].key
-    base = LaunchTimes({key: 1.0}, {}, {key: (1.0, 2.0, 4.0)})
-    head = LaunchTimes({key: 1.3}, {}, {key: samples} if samples else {})
-    assert (pair_of(base, head, key), pair_of(head, base, key)) == ((1.0, 1.3), (1.3, 1.0))
+    base = LaunchTimes({ANY.key: 1.0}, {}, {ANY.key: (1.0, 2.0, 4.0)})
+    head = LaunchTimes({ANY.key: 1.3}, {}, {ANY.key: samples} if samples else {})
+    assert pair_of(base, head, ANY.key) == pytest.approx((1.0, ratio))
+    assert pair_of(head, base, ANY.key) == pytest.approx((1.3, 1.3 / ratio))
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-4, NOISE])
@@ -276,12 +277,10 @@ def test_moving_control_or_null_makes_the_run_untrusted(moves: dict[str, float],
     ],
 )
 def test_invalid_time_never_passes(time_s: float | None, verdict: str) -> None:
-    key = benchmarks(1)[0].key
-
     def odd(arm: ArmName, launch: LaunchTimes, _benchmarks: Sequence[Benchmark]) -> LaunchTimes:
         times = {**launch.times_s}
-        if arm == "head" and times.pop(key, None) and time_s is not None:
-            times[key] = time_s
+        if arm == "head" and times.pop(ANY.key, None) and time_s is not None:
+            times[ANY.key] = time_s
         return LaunchTimes(times)
 
     judged, _ = judge(KnownLaunches(noise=0.001, odd=odd), 2)
@@ -289,9 +288,9 @@ def test_invalid_time_never_passes(time_s: float | None, verdict: str) -> None:
 
 
 def test_benchmark_that_fails_in_a_launch_is_not_measured_again() -> None:
-    def odd(arm: ArmName, times: LaunchTimes, wanted: Sequence[Benchmark]) -> LaunchTimes:
-        breaks = arm == "head" and len(wanted) == 2
-        return LaunchTimes(times.times_s, {wanted[0].key: "it broke"} if breaks else {})
+    def odd(arm: ArmName, launch: LaunchTimes, selected: Sequence[Benchmark]) -> LaunchTimes:
+        bad = {selected[0].key: "it broke"} if arm == "head" and len(selected) == 2 else {}
+        return LaunchTimes(launch.times_s, bad)
 
     machine = KnownLaunches(noise=0.001, odd=odd)
     judged, _ = judge(machine, 2)
@@ -300,9 +299,6 @@ def test_benchmark_that_fails_in_a_launch_is_not_measured_again() -> None:
         (Verdict.SAME, ""),
     ]
     assert machine.measured["b0"] <= 3
-
-
-ANY = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
 
 
 def enumerated_p(differences: np.ndarray) -> float:
@@ -374,13 +370,13 @@ def test_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond(
 def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance(
     ratio: float, high: float, tolerance: float, is_pass: bool
 ) -> None:
-    benchmark = Benchmark(ANY.key, ANY.label, "simulated", "min", tolerance=tolerance)
+    benchmark = replace(ANY, tolerance=tolerance)
     assert passes(benchmark, Effect(ratio, 0.9, high, 0.01, 5), 1e-3) == is_pass
 
 
 def test_the_level_shrinks_with_the_family_and_the_looks() -> None:
-    assert significance_level(1, 1) == 0.01 and significance_level(50, 1) == pytest.approx(0.001)
-    assert significance_level(50, 2) == pytest.approx(0.0005)
+    levels = [significance_level(family, looks) for family, looks in ((1, 1), (50, 1), (50, 2))]
+    assert levels == pytest.approx([0.01, 0.001, 0.0005])
 
 
 def test_only_hard_counters_that_rise_count() -> None:
@@ -391,14 +387,16 @@ def test_only_hard_counters_that_rise_count() -> None:
 
 
 def test_consistent_move_is_not_trusted() -> None:
-    def effect(*head: float) -> Effect:
-        return paired_effect([1.0] * 5, list(head))
-
-    always, little = effect(1.02, 1.015, 1.02, 1.03, 1.02), effect(1.004, 1.005, 1.004, 1.003, 1.006)
-    once, scattered = effect(1.03, 1.02, 0.98, 1.03, 1.02), effect(1.5, 1.04, 0.98, 1.4, 0.97)
-    faster = effect(0.98, 0.97, 0.98, 0.97, 0.98)
+    heads = (
+        (1.02, 1.015, 1.02, 1.03, 1.02),
+        (1.03, 1.02, 0.98, 1.03, 1.02),
+        (1.004, 1.005, 1.004, 1.003, 1.006),
+        (0.98, 0.97, 0.98, 0.97, 0.98),
+        (1.5, 1.04, 0.98, 1.4, 0.97),
+    )
+    always, once, little, faster, scattered = (paired_effect([1.0] * 5, head) for head in heads)
     assert once.ratio > 1.01 and scattered.p_slower >= once.p_slower > 0.04
-    moved = [has_moved(e) for e in (always, once, little, faster, scattered, None)]
+    moved = [has_moved(effect) for effect in (always, once, little, faster, scattered, None)]
     assert moved == [True, False, False, True, True, False]
     assert "control" in trust_of(always, little, measured=True).reasons[0]
     assert "itself" in trust_of(little, faster, measured=True).reasons[0]
@@ -434,8 +432,7 @@ def test_exit_code_follows_from_verdicts_and_trust(
     compared: list[tuple[Verdict, str]], trusted: bool, allow_new: bool, code: int
 ) -> None:
     cases = [compared_case(ANY, verdict, stage=stage) for verdict, stage in compared]
-    trust = Trust(reasons=() if trusted else ("moved",))
-    assert exit_code_of(cases, trust, allow_new=allow_new) == code
+    assert exit_code_of(cases, Trust(reasons=() if trusted else ("moved",)), allow_new=allow_new) == code
 
 
 SUITE = Suite("made_up", lambda _plan: iter(()), "simulated", "", None, {}, False, None)
@@ -476,15 +473,14 @@ class SamplerLog:
             case = Case("x", {"n": number}, {"python": build}, clock="host", samples=2, warmup_calls=0)
             return Task(SUITE, case, ("python",))
 
-        benchmarks = [(task(number), "python", sampling) for number, sampling in enumerate(samplings)]
-        turns = measure_in_turns(
-            benchmarks,
+        results = measure_in_turns(
+            [(task(number), "python", sampling) for number, sampling in enumerate(samplings)],
             None,
             {"host": self._clock},
             lambda _: None,
             lambda turn: self.seen.append(f"turn {turn}"),
         )
-        return list(turns)
+        return list(results)
 
 
 def test_sample_is_the_fastest_of_its_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +520,7 @@ def test_a_benchmark_that_fails_takes_its_turns(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("own", "call_s", "benchmarks", "wanted"),
+    ("own", "call_s", "benchmarks", "sampling"),
     [
         (None, 5e-6, 30, Sampling(20, 3, 100)),
         (None, 44e-6, 30, Sampling(20, 3, 22)),  # a take of at most a millisecond
@@ -534,7 +530,7 @@ def test_a_benchmark_that_fails_takes_its_turns(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_slow_calls_are_sampled_less(
-    own: int | None, call_s: float, benchmarks: int, wanted: Sampling
+    own: int | None, call_s: float, benchmarks: int, sampling: Sampling
 ) -> None:
     case = Case("x", {}, {}, calls_per_sample=100, samples=own)
-    assert sampling_for(case, call_s, benchmarks) == wanted
+    assert sampling_for(case, call_s, benchmarks) == sampling
