@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dtbench.engine.failure import Diagnosis, FailureDetector
+from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector
 from dtbench.engine.rank import await_all_ranks
 from dtbench.engine.rank_env import RankEnv, find_rank_env, first_host, valid_rank_env
 from dtbench.engine.ranks import LiveWorld, StoreRanks, store_connector, why_unreachable
@@ -88,17 +88,16 @@ def test_find_rank_env_reads_the_variables_of_each_launcher(
 
 def test_find_rank_env_needs_no_address_on_one_host_and_gives_each_job_a_port() -> None:
     one_host = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
-    ports = set()
-    for job in ("prterun-n1-1@1", "prterun-n1-2@1"):
-        places = [
-            find_rank_env(one_host | {"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": rank}) for rank in "03"
-        ]
-        assert {place and place.address for place in places} == {"localhost"}
-        assert len({place.port for place in places if place}) == 1
-        ports |= {place.port for place in places if place}
-    assert len(ports) == 2 and all(20000 <= port < 32000 for port in ports)
-    place = find_rank_env(one_host | {"MASTER_PORT": "29501"})
-    assert place is not None and place.port == 29501
+    jobs = [
+        one_host | {"PMIX_NAMESPACE": job, "OMPI_COMM_WORLD_RANK": rank}
+        for job in ("prterun-n1-1@1", "prterun-n1-2@1")
+        for rank in "03"
+    ]
+    places = [place for place in map(find_rank_env, [*jobs, one_host | {"MASTER_PORT": "29501"}]) if place]
+    assert [place.address for place in places] == ["localhost"] * 5
+    first, _, second, _, _ = ports = [place.port for place in places]
+    assert ports == [first, first, second, second, 29501] and first != second
+    assert min(first, second) >= 20000 and max(first, second) < 32000
 
 
 @pytest.mark.parametrize(
@@ -160,18 +159,24 @@ def test_find_rank_env_refuses_partial_and_contradictory_variables(
 
 
 def test_find_rank_env_takes_all_variables_of_torchrun() -> None:
-    torchrun = WORLD | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    elastic = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert find_rank_env(torchrun | elastic) == RankEnv(3, 8, 1, 2, "n1", 29500, True, attempt=2)
+    torchrun = WORLD | {
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+    }
+    assert find_rank_env(torchrun) == RankEnv(3, 8, 1, 2, "n1", 29500, True, attempt=2)
 
 
 def test_find_rank_env_gives_each_slurm_step_a_port_unless_one_is_set() -> None:
-    step = {"SLURM_JOB_NODELIST": "gpu[07-08,11],login"}
-    chosen = {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"}
-    envs = [find_rank_env(SLURM | step | changes) for changes in ({}, {"SLURM_STEP_ID": "3"}, chosen)]
-    assert [env and env.address for env in envs] == ["gpu07", "gpu07", "10.0.0.1"]
-    first, second, third = (env.port for env in envs if env)
-    assert 20000 <= first < 32000 and first != second and third == 29501
+    step = SLURM | {"SLURM_JOB_NODELIST": "gpu[07-08,11],login"}
+    given = step | {"MASTER_PORT": "29501", "MASTER_ADDR": "10.0.0.1"}
+    envs = [env for env in map(find_rank_env, (step, step | {"SLURM_STEP_ID": "3"}, given)) if env]
+    first, second, third = ((env.address, env.port) for env in envs)
+    assert (first[0], second[0], third) == ("gpu07", "gpu07", ("10.0.0.1", 29501))
+    assert 20000 <= first[1] < 32000 and first[1] != second[1]
 
 
 def test_valid_rank_env_is_none_if_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +202,6 @@ def speaks_first(connection: socket.socket) -> None:
     time.sleep(60)
 
 
-def hangs_up(connection: socket.socket) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def foreign_server(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
     """The port of a server that is no TCPStore."""
@@ -219,16 +220,34 @@ def foreign_server(behaviour: Callable[[socket.socket], None]) -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-@pytest.mark.parametrize("behaviour", [silent, speaks_http, speaks_first, hangs_up])
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def fail_to_join(place: RankEnv, limit_s: float, message: str) -> None:
+    """Waits for the other ranks; asserts that it ends with this error."""
+    with pytest.raises(WorldBrokenError, match=message):
+        await_all_ranks(place, store_connector(place, 0), limit_s, limit_s / 4)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "why"),
+    [
+        (silent, "does not answer as a TCPStore"),
+        (speaks_http, "does not answer as a TCPStore"),
+        (speaks_first, "does not answer as a TCPStore"),
+        (socket.socket.close, "the connection was dropped"),
+    ],
+)
 def test_await_all_ranks_gives_up_on_a_server_that_is_no_store(
-    behaviour: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]
+    behaviour: Callable[[socket.socket], None], why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    why = "the connection was dropped" if behaviour is hangs_up else "does not answer as a TCPStore"
     with foreign_server(behaviour) as port:
-        place = RankEnv(1, 2, 0, 2, "localhost", port, agent_store=False)
         message = rf"rank 1 waited 2 s for the TCPStore of rank 0 at localhost:{port} \(.*{why}\): nothing"
-        with pytest.raises(WorldBrokenError, match=message):
-            await_all_ranks(place, store_connector(place, 0), 2.0, 0.5)
+        fail_to_join(RankEnv(1, 2, 0, 2, "localhost", port, agent_store=False), 2.0, message)
     assert f"rank 1 waits for the TCPStore of rank 0 at localhost:{port}" in capfd.readouterr().err
 
 
@@ -236,37 +255,30 @@ def test_await_all_ranks_gives_up_on_a_server_that_is_no_store(
     ("address", "why"),
     [("localhost", "connection refused"), ("no.invalid", ".+"), ("x" * 70 + ".invalid", ".+")],
 )
-def test_await_all_ranks_gives_up_on_an_address_without_server(address: str, why: str) -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    place = RankEnv(1, 2, 1, 2, address, port, agent_store=True)
-    message = rf"rank 1 waited 0\.5 s for the TCPStore of the launcher at {address}:{port} \({why}\)"
-    with pytest.raises(WorldBrokenError, match=message):
-        await_all_ranks(place, store_connector(place, 0), 0.5, 0.1)
+def test_await_all_ranks_gives_up_on_an_address_without_server(
+    address: str, why: str, free_port: int
+) -> None:
+    message = rf"rank 1 waited 0\.5 s for the TCPStore of the launcher at {address}:{free_port} \({why}\)"
+    fail_to_join(RankEnv(1, 2, 1, 2, address, free_port, agent_store=True), 0.5, message)
 
 
 def test_await_all_ranks_reports_that_the_port_of_rank_0_is_taken() -> None:
     with foreign_server(silent) as port:
-        place = RankEnv(0, 2, 0, 2, "localhost", port, agent_store=False)
-        with pytest.raises(WorldBrokenError, match=rf"cannot serve .* at localhost:{port} .*already in use"):
-            await_all_ranks(place, store_connector(place, 0), 20.0, 5.0)
+        message = rf"cannot serve .* at localhost:{port} .*already in use"
+        fail_to_join(RankEnv(0, 2, 0, 2, "localhost", port, agent_store=False), 20.0, message)
 
 
-def test_await_all_ranks_names_the_missing_ranks() -> None:
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    place = RankEnv(0, 3, 0, 3, "localhost", port, agent_store=False)
+def test_await_all_ranks_names_the_missing_ranks(free_port: int) -> None:
+    place = RankEnv(0, 3, 0, 3, "localhost", free_port, agent_store=False)
     assert not why_unreachable(place)
-    message = rf"rank 0 waited 1 s for rank 1, rank 2 of 3 to join through .* at localhost:{port}: nothing"
-    with pytest.raises(WorldBrokenError, match=message):
-        await_all_ranks(place, store_connector(place, 0), 1.0, 0.2)
+    fail_to_join(place, 1.0, "rank 0 waited 1 s for rank 1, rank 2 of 3 to join through .*: nothing")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_failure_detector_limit_names_the_unfinished_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Diagnosis] = []
+    reported: list[Diagnosis] = []
     ended = threading.Event()
 
     def leave(_code: int) -> None:
@@ -275,29 +287,29 @@ def test_failure_detector_limit_names_the_unfinished_step(
 
     monkeypatch.setattr("dtbench.engine.failure.exit_now", leave)
     monkeypatch.setattr(FailureDetector, "_wait_for_signals", lambda _self: None)
-    from dtbench.engine.failure import ActiveCase
-
-    detector = FailureDetector(ActiveCase(), 3, 4, said.append)
+    detector = FailureDetector(ActiveCase(), 3, 4, reported.append)
     with detector.limit(60.0), detector.limit(0.1, "joining through a store within 0.1 s"):
         assert ended.wait(60)
-    for timer in threading.enumerate():
-        if isinstance(timer, threading.Timer):
-            timer.join(60)  # else its end is reported in a later test
-    assert [diagnosis.message for diagnosis in said] == [
-        "rank 3 did not finish joining through a store within 0.1 s"
-    ]
+    for timer in (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)):
+        timer.join(60)  # else its end is reported in a later test
+    (diagnosis,) = reported
+    assert diagnosis.message == "rank 3 did not finish joining through a store within 0.1 s"
 
 
 # ---- whole programs ----
 
 
 def test_under_mpirun_the_processes_are_the_ranks_of_one_world(here: Path) -> None:
-    job = {
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "PMIX_NAMESPACE": f"job-{os.getpid()}",
-    }
-    places = [job | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in ("0", "1")]
+    places = [
+        {
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": rank,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+            "PMIX_NAMESPACE": f"job-{os.getpid()}",
+        }
+        for rank in ("0", "1")
+    ]
     (code, out, err), other = start_ranks(places, *WORDS, "--launches", "2", "--filter", "all_reduce n=1")
     assert (code, err, other) == (0, "", (0, "", "")), out
     run = read_run("x.jsonl")
@@ -356,27 +368,23 @@ def test_first_host(nodelist: str, host: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_agree_gives_all_ranks_the_same_decision_over_a_store(size: int) -> None:
-    from torch.distributed import HashStore
+    store = dist.HashStore()
 
-    store = HashStore()
-
-    def live(rank: int) -> list[Any]:
+    def decide(rank: int) -> list[Any]:
         ranks = StoreRanks(store, rank, size, lambda reason: None)
         return [ranks.agree({"turn": turn, "rank": rank}, lambda votes: votes) for turn in range(4)]
 
     with ThreadPoolExecutor(size) as pool:
-        heard = list(pool.map(live, range(size)))
-    expected = [[{"turn": turn, "rank": rank} for rank in range(size)] for turn in range(4)]
-    assert heard == [expected] * size
+        decisions = list(pool.map(decide, range(size)))
+    votes = [[{"turn": turn, "rank": rank} for rank in range(size)] for turn in range(4)]
+    assert decisions == [votes] * size
     # Only the last decision is left: a long run does not fill the store.
     assert store.num_keys() <= 1
 
 
 def test_agree_gives_up_after_a_reported_failure() -> None:
     """The other ranks may wait in a collective or have ended, and a user's process group has no watchdog."""
-    from torch.distributed import HashStore
-
-    ranks = StoreRanks(HashStore(), 1, 2, None, timedelta(seconds=0.1))
+    ranks = StoreRanks(dist.HashStore(), 1, 2, None, timedelta(seconds=0.1))
     ranks.report_failure("ValueError: no")
     with pytest.raises(WorldBrokenError, match=r"ValueError: no; the other ranks did not answer in 0\.1 s"):
         ranks.agree({}, lambda votes: votes)
@@ -389,9 +397,8 @@ def test_store_connector_gives_up_on_a_dying_server_before_torch_connects() -> N
     with socket.create_server(("localhost", 0)) as server:
 
         def die() -> None:
-            taken, _ = server.accept()
-            time.sleep(0.02)
-            taken.close()
+            with server.accept()[0]:
+                time.sleep(0.02)
 
         threading.Thread(target=die, daemon=True).start()
         place = RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
@@ -408,10 +415,8 @@ def test_live_world_of_gloo_ranks_on_one_gpu_has_no_nccl_group(monkeypatch: pyte
     try:
         world = LiveWorld(0, 1, torch.device("cuda:0"), (("a", 1),))
         meshes = world.mesh, world.mesh_of((1, 1))
-        groups = [mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)]
-        assert len(groups) == 3
-        for group in [dist.group.WORLD, *groups]:
-            assert "cuda:gloo" in str(distributed_c10d._world.pg_backend_config[group])
-            assert "nccl" not in str(distributed_c10d._world.pg_backend_config[group])
+        groups = [dist.group.WORLD, *(mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim))]
+        backends = [str(distributed_c10d._world.pg_backend_config[group]) for group in groups]
+        assert [("cuda:gloo" in names, "nccl" in names) for names in backends] == [(True, False)] * 4
     finally:
         dist.destroy_process_group()

@@ -7,8 +7,6 @@ reports, and `summary.md`. A second call continues with the missing steps. `--re
 fake GPU. This module imports the standard library alone: packages that the steps need may be in `.wheels`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

@@ -6,8 +6,6 @@ A check returns figures by name, which ends in the unit, its goal (the project's
 is met. In a rehearsal everything is small, and no figure applies to a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys
@@ -55,8 +53,9 @@ class Bench:
         self.clocks = clocks_of(self.device)
         self.clock = self.clocks["device"]
         # A product whose rate cards are known by; 2 GiB, many times an L2; less than Hopper's L2 (50 to 60 MB).
-        sizes = (128, 2**22, 2**16) if self.rehearsal else (8192, 2**31, 2**25)
-        self.side, self.copy_bytes, self.l2_bytes = sizes
+        self.side, self.copy_bytes, self.l2_bytes = (
+            (128, 2**22, 2**16) if self.rehearsal else (8192, 2**31, 2**25)
+        )
 
     def product(self) -> Run:
         """Returns a square bf16 product of random matrices, into allocated memory."""
@@ -190,8 +189,8 @@ def kernels_s(bench: Bench, run: Run) -> list[float]:
         bench.gpus.synchronize()
     with scratch() as folder:
         profiler.export_chrome_trace(str(folder / "trace.json"))
-        events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    return [e["dur"] * 1e-6 for e in events if e.get("cat") in OF_GPU]
+        trace = json.loads((folder / "trace.json").read_text())
+    return [event["dur"] * 1e-6 for event in trace["traceEvents"] if event.get("cat") in OF_GPU]
 
 
 ODD_COST = 0.10  # at most so much slower with one shard of odd size

@@ -7,8 +7,6 @@ Ranks that are not done in time are killed. How they come to share a GPU: `shari
 Nothing here is the bandwidth of a link: what is sent stays on the card.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -51,14 +49,13 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
         RanksFailedError: a rank left no figures; says how each ended.
     """
     words = [sys.executable, "-P", "-m", "dtbench.tests.gpu.pair", check]
-    environ = os.environ | variables
     die_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG of linux/prctl.h
     store = tempfile.mkdtemp(dir=folder)
     files = [Path(store) / f"figures-{rank}.json" for rank in range(RANKS)]
     ranks = [
         subprocess.Popen(
             [*words, str(rank), f"{store}/store", str(files[rank]), str(folder)],
-            env=environ,
+            env=os.environ | variables,
             preexec_fn=die_with_parent,
         )
         for rank in range(RANKS)
@@ -77,8 +74,7 @@ def start_ranks(check: str, variables: Mapping[str, str], seconds: float, folder
         if len(figures) < RANKS:
             raise RanksFailedError("; ".join(ends))
         figures[0] |= {"ended early": "; ".join(ends)}
-    first: Figures = figures[0]
-    return first
+    return dict(figures[0])
 
 
 def join(rank: int, store: str) -> Any:
@@ -96,16 +92,6 @@ def join(rank: int, store: str) -> Any:
     )
     torch.manual_seed(0)
     return device
-
-
-def is_wrong(got: Any, want: Any, name: str) -> None:
-    """Raises AssertionError if the tensors differ."""
-    import torch
-
-    if not torch.equal(got, want):
-        raise AssertionError(
-            f"{name}: got {got.flatten()[:4].tolist()} ..., expected {want.flatten()[:4].tolist()} ..."
-        )
 
 
 def median_us(run: Callable[[], object]) -> float:
@@ -134,18 +120,23 @@ def pair(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
 
     from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 
+    same = partial(torch.testing.assert_close, rtol=0, atol=0)
     values = torch.arange(2**20, device=device) % 101
     mine, both = (values * (rank + 1)).float(), (values * 3).float()
     half = len(values) // RANKS
     summed = mine.clone()
     dist.all_reduce(summed)
-    is_wrong(summed, both, "all_reduce")
+    same(summed, both, msg=lambda text: f"all_reduce: {text}")
     reduce_scatter_single(part := torch.empty(half, device=device), mine)
-    is_wrong(part, both[half * rank : half * (rank + 1)], "reduce_scatter")
+    same(part, both[half * rank : half * (rank + 1)], msg=lambda text: f"reduce_scatter: {text}")
     all_gather_single(gathered := torch.empty_like(mine), part)
-    is_wrong(gathered, both, "all_gather")
+    same(gathered, both, msg=lambda text: f"all_gather: {text}")
     dist.all_to_all_single(exchanged := torch.empty_like(mine), mine)
-    is_wrong(exchanged[:half], values[half * rank : half * (rank + 1)].float(), "all_to_all")
+    same(
+        exchanged[:half],
+        values[half * rank : half * (rank + 1)].float(),
+        msg=lambda text: f"all_to_all: {text}",
+    )
     # The matrix products run on another stream while the collective does.
     aside = torch.cuda.Stream() if device.type == "cuda" else None
     summed = mine.clone()
@@ -157,15 +148,15 @@ def pair(rank: int, device: Any, _folder: Path) -> Iterator[Figures]:
         product = matrix @ matrix
     assert work is not None
     work.wait()
-    is_wrong(summed, both, "asynchronous all_reduce")
+    same(summed, both, msg=lambda text: f"asynchronous all_reduce: {text}")
     gpus().synchronize()
-    is_wrong(product, torch.full_like(matrix, 512.0), "product beside it")
+    same(product, torch.full_like(matrix, 512.0), msg=lambda text: f"product beside it: {text}")
     large = torch.ones(2**14 if rehearsing() else 2**24, device=device)
     figures: Figures = {"version": preloaded_nccl() or "gloo"}
     figures["all_reduce_64MiB_us"] = median_us(partial(dist.all_reduce, large))
     yield figures | {"second_group": "failed"}
     dist.all_reduce(again := mine.clone(), group=dist.new_group([0, 1]))
-    is_wrong(again, both, "all_reduce of a second group")
+    same(again, both, msg=lambda text: f"all_reduce of a second group: {text}")
     yield figures | {"second_group": "works"}
 
 

@@ -6,8 +6,6 @@ experimental: ranks may lock up. torch may have been built with an older one, so
 rehearsal gloo stands in for NCCL. Imports the standard library alone, as the check does.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -12,8 +12,6 @@ folder has most of them; they are worth having of another kind of card. The gate
 ranks are among them, as 540 s do not hold these beside the others.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -87,27 +85,28 @@ def steps_of(rehearse: bool) -> list[Step]:
     profile = f"-P -m dtbench profile tensor_parallel --filter 'mlp pass=forward' --quick {device}"
 
     def measured(group: str, expected_s: float, limit_s: float) -> Step:
-        words = f"-P -m dtbench.tests.gpu.instruments {group} {{out}}/{group}.json"
-        return Step(group, expected_s, limit_s, words)
+        return Step(
+            group, expected_s, limit_s, f"-P -m dtbench.tests.gpu.instruments {group} {{out}}/{group}.json"
+        )
 
     def ranks(check: str, expected_s: float, limit_s: float) -> Step:
         words = f"-P -m dtbench.tests.gpu.pair {check} {limit_s - 5:.0f} {{out}}/{check}.json"
         return Step(check, expected_s, limit_s, words, pair=True)
 
     def suite(name: str, expected_s: float, limit_s: float, words: str, pair: bool = False) -> Step:
-        much = "--quick --budget 15s" if rehearse else f"--budget {limit_s - TO_START_S:.0f}s"
-        command = f"-P -m dtbench run {words} {device} {much} -o {{out}}/{name}.jsonl"
+        budget = "--quick --budget 15s" if rehearse else f"--budget {limit_s - TO_START_S:.0f}s"
+        command = f"-P -m dtbench run {words} {device} {budget} -o {{out}}/{name}.jsonl"
         return Step(name, expected_s, limit_s, command, True, pair=pair)
 
     def pair_tests(name: str, expected_s: float, limit_s: float) -> Step:
-        words = f"{PYTEST} {PAIR_TESTS[name]} --junit-xml {{out}}/pair-tests-{name}.xml"
-        return Step(f"pair-tests-{name}", expected_s, limit_s, words, pair=True)
+        command = f"{PYTEST} {PAIR_TESTS[name]} --junit-xml {{out}}/pair-tests-{name}.xml"
+        return Step(f"pair-tests-{name}", expected_s, limit_s, command, pair=True)
 
     def tests(name: str) -> Step:
-        words = f"{PYTEST} core/tests/test_{name}.py --junit-xml {{out}}/tests-{name}.xml"
         # Every error of a rank that comm_tensor's tests expect costs a start of four.
         limit_s = 90.0 if name == "comm_tensor" else 60.0
-        return Step(f"tests-{name}", limit_s / 2, limit_s, words)
+        command = f"{PYTEST} core/tests/test_{name}.py --junit-xml {{out}}/tests-{name}.xml"
+        return Step(f"tests-{name}", limit_s / 2, limit_s, command)
 
     def report(name: str, limit_s: float, *runs: str) -> Step:
         files = " ".join(f"{{out}}/{run}.jsonl" for run in runs)
