@@ -84,8 +84,11 @@ class Results(Run):
             frame["busbw"] = [format_bandwidth(r.busbw_Bps) for r in self.results]
         params = [name for name in frame.columns if name.startswith(PARAM)]
         columns = ["suite", "name", "impl", *params, "status", "time", "spread", "busbw", "reason"]
-        shown = frame[[name for name in columns if name in frame]].dropna(axis="columns", how="all")
-        return str(shown.to_html(index=False, max_rows=60, na_rep=""))
+        return str(
+            frame[[name for name in columns if name in frame]]
+            .dropna(axis="columns", how="all")
+            .to_html(index=False, max_rows=60, na_rep="")
+        )
 
 
 def run(
@@ -209,8 +212,11 @@ def report(
 
     several = [results] if isinstance(results, (Run, str, Path)) else list(results)
     runs = [source for source in several if isinstance(source, Run)]
-    paths = [Path(source) for source in several if not isinstance(source, Run)]
-    sources = gather(paths, (), None if topology is None else Path(topology))
+    sources = gather(
+        [Path(source) for source in several if not isinstance(source, Run)],
+        (),
+        None if topology is None else Path(topology),
+    )
     sources = dataclasses.replace(sources, runs=(*runs, *sources.runs), baseline=tuple(as_runs(base)))
     write_report(sources, Path(output))
     return Path(output)
@@ -257,9 +263,8 @@ def _follow(words: Sequence[str], progress: bool) -> tuple[int, str]:
     from dtbench.engine.progress import ProgressLine
 
     last, line, errors = "", ProgressLine(progress), []
-    command = [sys.executable, "-P", "-m", "dtbench", *words]
     with subprocess.Popen(
-        command,
+        [sys.executable, "-P", "-m", "dtbench", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -321,13 +326,12 @@ def _run_here(
         device = world.device
         run_options = RunRequest().resolve("cuda" if device.type == "cuda" else "cpu", world.world_size)
         results: list[Result] = []
-        infos = ranks.agree(local_rank_info(str(device)), lambda votes: votes)
         header = build_header(
             argv=[],
             options=run_options,
             suites=[suite.name],
             mesh=run_options.mesh,
-            ranks=infos,
+            ranks=ranks.agree(local_rank_info(str(device)), lambda votes: votes),
             backend=None,
             launches=1,
         )

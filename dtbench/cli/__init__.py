@@ -1,17 +1,13 @@
 """The command line: `program` is the group of commands and turns errors into exit codes; every other file is a command
 or the options of several. Nothing imports this package but `__main__` and the installed script."""
 
-from __future__ import annotations
-
 import os
 import sys
 
-TYPE_CHECKING = False  # before `main`, as little is imported as can be: Ctrl-C is not answered yet
-if TYPE_CHECKING:
-    from typing import NoReturn
+# As little is imported here as can be: Ctrl-C is not answered before `main`.
 
 
-def main() -> NoReturn:
+def main() -> None:
     """The program `dtbench`; Ctrl-C and signals that end it are answered in a line from the first import on."""
     _open_streams()
     try:

@@ -1,7 +1,5 @@
 """`dtbench calibrate` on the command line: to fit a topology, to judge one, and to choose a bucket size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

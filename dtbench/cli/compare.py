@@ -1,7 +1,5 @@
 """`dtbench compare` on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,7 +85,7 @@ def _compare_with_reference(run: Path, system: str | None, with_all: bool, as_js
     return comparison.exit_code
 
 
-def public_systems() -> Iterator[System]:
+def public_systems() -> "Iterator[System]":
     """Yields the reference systems, then the machines of `dtbench plan` with published collectives.
 
     Each number of ranks of a machine is a system.

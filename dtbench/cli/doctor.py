@@ -1,7 +1,5 @@
 """`dtbench doctor` on the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -28,7 +26,7 @@ def doctor_command(as_json: bool) -> None:
     print_findings(examine(), as_json)
 
 
-def print_findings(findings: Sequence[MachineFinding], as_json: bool = False) -> None:
+def print_findings(findings: "Sequence[MachineFinding]", as_json: bool = False) -> None:
     """Prints a table of all findings, then the effect and the remedy of each source of noise."""
     from dtbench.text.table import TableColumn
     from dtbench.text.terminal import new_console, print_json, print_line, print_table

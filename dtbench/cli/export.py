@@ -1,7 +1,5 @@
 """`dtbench export` on the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import cast
 

@@ -1,7 +1,5 @@
 """`dtbench gate` on the command line."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +121,7 @@ def _say(text: str) -> None:
     click.echo(f"gate: {plain(text)}", err=True)
 
 
-def _publish(report: Gate, as_json: bool) -> None:
+def _publish(report: "Gate", as_json: bool) -> None:
     """Prints the result and, in a GitHub job, appends it to the summary."""
     from dtbench.gate import outputs
     from dtbench.records.gate import encode_gate

@@ -1,7 +1,5 @@
 """`dtbench import` on the command line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options that several commands take, each with one name and one meaning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, TypeAlias
 

@@ -119,8 +119,9 @@ def plan_command(
     elif model is None or gpus is None or batch is None:
         raise _incomplete({"--model": model, "--gpus": gpus, "--batch": batch})
     else:
-        job = TrainingJob(find_model(model), gpus, batch, sequence)
-        file = _search(job, machine, _links(machine, topology), memory)
+        file = _search(
+            TrainingJob(find_model(model), gpus, batch, sequence), machine, _links(machine, topology), memory
+        )
     if as_json:
         print_json(msgspec.to_builtins(file))
     else:

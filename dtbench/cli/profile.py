@@ -1,7 +1,5 @@
 """`dtbench profile` on the command line, for a training job or for cases of a suite."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Sequence
@@ -114,8 +112,7 @@ def profile_command(
     from dtbench.profile.request import make_request
 
     chosen = {name: choices[name] for name in _OPTIONS[kind] if name != "filter"}
-    request = make_request(targets[0], choices["filter"], output, RunRequest(**chosen))
-    return profile(request)
+    return profile(make_request(targets[0], choices["filter"], output, RunRequest(**chosen)))
 
 
 def _is_trace_or_profile(target: str) -> bool:
@@ -147,16 +144,16 @@ def _profile_job(
     )
     print_profile(profiled, as_json)
     if profiled.folder or not is_profile(paths[0]):
-        end = (
+        click.echo(
             f"the profile is in {profiled.folder}"
             if profiled.folder
-            else "-o FOLDER keeps the profile for --base and report"
+            else "-o FOLDER keeps the profile for --base and report",
+            err=True,
         )
-        click.echo(end, err=True)
     return profiled.exit_code
 
 
-def _read_reference(topology: Path | None, system: str | None) -> Topology | None:
+def _read_reference(topology: Path | None, system: str | None) -> "Topology | None":
     """Reads the bandwidths that --topology or --system names."""
     from dtbench.cli.compare import public_systems
     from dtbench.comparison.references import find_systems

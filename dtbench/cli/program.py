@@ -4,8 +4,6 @@ Each command has a file in this package, imported when the command is called or 
 torch nor other slow modules at the top, so that `dtbench --help` starts fast.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import importlib
@@ -61,8 +59,9 @@ class _Commands(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in (*_SHOWN, *_HIDDEN):
             return None
-        module = importlib.import_module(f"dtbench.cli.{_MODULES.get(name, name)}")
-        command = getattr(module, f"{name}_command")
+        command = getattr(
+            importlib.import_module(f"dtbench.cli.{_MODULES.get(name, name)}"), f"{name}_command"
+        )
         assert isinstance(command, click.Command)
         return command
 
@@ -79,10 +78,13 @@ class _Commands(click.Group):
         for task, commands in _COMMANDS.items():
             with formatter.section(task):
                 shown = [(name, self.get_command(context, name)) for name in commands]
-                helps = [
-                    (name.ljust(column), command.get_short_help_str(80)) for name, command in shown if command
-                ]
-                formatter.write_dl(helps)
+                formatter.write_dl(
+                    [
+                        (name.ljust(column), command.get_short_help_str(80))
+                        for name, command in shown
+                        if command
+                    ]
+                )
 
 
 @click.group(

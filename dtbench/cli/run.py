@@ -1,7 +1,5 @@
 """`dtbench run` and `list` on the command line."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

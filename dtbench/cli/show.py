@@ -1,7 +1,5 @@
 """`dtbench show` and `report` on the command line."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -49,8 +47,11 @@ def show_command(
 
         print_profile(profile_job(JobRequest(paths=runs)), as_json)
         return EXIT_OK
-    of_runs = as_json or as_csv or filter or sort or exports
-    if len(runs) == 1 and not of_runs and (runs[0] / "table.json").is_file():
+    if (
+        len(runs) == 1
+        and not (as_json or as_csv or filter or sort or exports)
+        and (runs[0] / "table.json").is_file()
+    ):
         from dtbench.profile.tables import section_tables, stage_tables
         from dtbench.reporting.html import gather
 

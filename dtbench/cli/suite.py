@@ -1,7 +1,5 @@
 """`dtbench suite` on the command line: templates and checks for your own suites."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
@@ -75,5 +73,4 @@ def check(context: click.Context, /, file: Path, nproc: int) -> int:
         raise click.UsageError(f"got {file}, expected the .py file of a suite")
     with scratch() as folder:
         words = [str(file), "--quick", "--nproc", str(nproc), "--brief", "-o", str(folder / "check.jsonl")]
-        values = run_command.make_context("run", list(words)).params
-        return run(options_of(**values), ["run", *words])
+        return run(options_of(**run_command.make_context("run", list(words)).params), ["run", *words])

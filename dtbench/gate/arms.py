@@ -8,8 +8,6 @@ Every arm runs a snapshot of the sources, so that edits during a gate have no ef
 gate itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json
@@ -284,8 +282,11 @@ def _probed(arm: Arm, options: bytes) -> Arm:
         )
         version, torch, gpus, loads_own_modules, problems = json.loads(done.stdout.splitlines()[-1])
     except (OSError, subprocess.TimeoutExpired) as error:
-        late = f"no answer after {_PROBE_TIMEOUT_S:g} s; torch or a suite hangs on import"
-        why = str(error) if isinstance(error, OSError) else late
+        why = (
+            str(error)
+            if isinstance(error, OSError)
+            else f"no answer after {_PROBE_TIMEOUT_S:g} s; torch or a suite hangs on import"
+        )
         raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {why}") from error
     except (ValueError, IndexError) as error:
         why = last_line(done.stderr.decode("utf-8", "replace"))

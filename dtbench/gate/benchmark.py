@@ -1,7 +1,5 @@
 """Selections, orders and listings of benchmarks, exchanged between a gate and its launches. Without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple

@@ -4,8 +4,6 @@
 interpreter alone, for arms with different builds of torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import partial

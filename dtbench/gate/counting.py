@@ -3,12 +3,9 @@
 The counted calls are not timed. A counter that differs between repeats within one process is dropped.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from dtbench.engine.clock import HostClock
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, to_result
@@ -17,9 +14,6 @@ from dtbench.gate.benchmark import CALL_S
 from dtbench.gate.sampler import warm_up_calls
 from dtbench.records.result import Result
 from dtbench.suite import World
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
 
 REPEATS = 3
 
@@ -59,8 +53,9 @@ class _Counting(SamplingSchedule):
 
 
 def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
-    first = repeats[0]
-    return {name: float(value) for name, value in first.items() if all(r.get(name) == value for r in repeats)}
+    return {
+        name: float(value) for name, value in repeats[0].items() if all(r.get(name) == value for r in repeats)
+    }
 
 
 def _python_calls(subject: Subject) -> dict[str, float]:
@@ -85,14 +80,14 @@ def _python_calls(subject: Subject) -> dict[str, float]:
 def _collectives(subject: Subject) -> dict[str, float]:
     """Counts the collectives that pass torch's dispatcher, and the bytes of the larger side of each."""
     import torch
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
     counted = {"collectives": 0.0, "collective_bytes": 0.0}
 
     def bytes_of(values: object) -> int:
-        leaves = [v for v in tree_leaves(values) if isinstance(v, torch.Tensor)]
-        return sum(v.numel() * v.element_size() for v in leaves)
+        return sum(v.numel() * v.element_size() for v in tree_leaves(values) if isinstance(v, torch.Tensor))
 
     class CollectiveCounter(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch leaves it so
         def __torch_dispatch__(

@@ -1,7 +1,5 @@
 """Runs a gate: builds the arms, counts, times, decides the verdicts and writes the files of its folder."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import random
@@ -64,8 +62,11 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     with contextlib.ExitStack() as stack:
         with print_status_if_slow("making base and head ready", say):
             base, head = stack.enter_context(open_arms(options.base, options.head, say, encode_options))
-        problems = zip(base.problems, head.problems, strict=False)
-        shared_problems = [b if b == h else f"in base: {b}; in head: {h}" for b, h in problems if b and h]
+        shared_problems = [
+            b if b == h else f"in base: {b}; in head: {h}"
+            for b, h in zip(base.problems, head.problems, strict=False)
+            if b and h
+        ]
         if shared_problems:
             raise UsageError("; ".join(shared_problems))
         kind = control_kind(base, head)
@@ -139,10 +140,13 @@ class GateRun:
             self._compare_counters(benchmarks, base_counts, head_counts)
         remaining = [b for b in benchmarks if b.key not in self.verdicts]
         if remaining:
-            controls = [
-                b for b in head_counts.listing.benchmarks if b.key[0] == control.NAME and self.with_control
-            ]
-            schedule = GateSchedule(remaining, controls, self.launcher.launch, seed, self.say)
+            schedule = GateSchedule(
+                remaining,
+                [b for b in head_counts.listing.benchmarks if b.key[0] == control.NAME and self.with_control],
+                self.launcher.launch,
+                seed,
+                self.say,
+            )
             self.say(_announcement(remaining, counted_s, self.options.budget_s))
             timed = time.monotonic()
             compared, trust = schedule.run()
@@ -245,9 +249,12 @@ class GateRun:
                 unsure = ", ".join(name for name in rise if name not in sure)
                 self.notes.append(f"{benchmark.label}: {unsure} differ between launches and are ignored")
             if sure and self.options.counters == "judge":
-                reason = "does more per call than base, in two separate counts"
                 self.verdicts[benchmark.key] = compared_case(
-                    benchmark, Verdict.SLOWER, reason, "counters", counters=sure
+                    benchmark,
+                    Verdict.SLOWER,
+                    "does more per call than base, in two separate counts",
+                    "counters",
+                    counters=sure,
                 )
             elif sure:
                 self.notes.append(f"{benchmark.label}: {describe_counters(sure)} (--counters report)")

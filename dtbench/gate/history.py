@@ -3,8 +3,6 @@
 A folder has one JSON Lines file per kind of machine. Times of other machines are refused.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

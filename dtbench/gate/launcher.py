@@ -1,7 +1,5 @@
 """Makes the launches of a gate. A benchmark that ends a launch fails, and the others are launched again."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -102,8 +100,9 @@ class Launcher:
         self._folder = folder.absolute()  # launches start elsewhere
         self._variables = dict(variables or {})
         self._call_s: dict[Key, float] = {}
-        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1]
-        self._cpus = itertools.cycle(cpus)
+        self._cpus = itertools.cycle(
+            sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1]
+        )
         self._numbers = itertools.count(1)
         self._prepared: list[Round] = []
         self._round: Round | None = None
@@ -195,8 +194,9 @@ class Launcher:
             blamed: set[Key] = set()
             for launch, of_arm in zip(launches, bad, strict=True):
                 if launch.died:
-                    missing = [b.key for b in simulated if b.key not in launch.results]
-                    blamed_keys = [b.key for b in simulated if b.label == launch.label] or missing
+                    blamed_keys = [b.key for b in simulated if b.label == launch.label] or [
+                        b.key for b in simulated if b.key not in launch.results
+                    ]
                     of_arm |= dict.fromkeys(blamed_keys, self._limits.reason(launch.died))
                     blamed |= set(blamed_keys)
             if not blamed:

@@ -9,8 +9,6 @@ Importing torch takes longer than measuring thirty benchmarks. The launches of o
 layout, so it does not bias their comparison; every round has a new one. No code of an arm is imported before the fork.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The messages between the gate, its loaders and its launches."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 # From a launch: the benchmark it is at (a label), the arm's Listing and a Result (msgpack), ready for its next sample

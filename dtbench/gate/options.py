@@ -1,7 +1,5 @@
 """The options of a gate, checked before anything is built."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path

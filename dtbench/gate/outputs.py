@@ -1,7 +1,9 @@
 """Outputs of a gate: text for the terminal, JUnit, GitHub. Pure; names come from suites and are escaped."""
 
-from __future__ import annotations
-
+import html
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Sequence
 
 from dtbench.errors import plain
@@ -9,8 +11,6 @@ from dtbench.gate.verdict import describe_counters
 from dtbench.records.comparison import ComparedCase, Verdict
 from dtbench.records.exports import Point, compared_point
 from dtbench.records.gate import Gate
-from dtbench.text import junit as xml
-from dtbench.text import markdown as md
 from dtbench.text.units import NO_INTERVAL, format_seconds
 
 # With more benchmarks than this, those with the verdict "same" are only counted.
@@ -66,48 +66,76 @@ def lines(report: Gate) -> list[str]:
 def gate_points(report: Gate) -> list[Point]:
     """Returns head's estimates for other tools. Bounds are those of the change, times base's estimate."""
     points = (compared_point(j, j.verdict, describe(j)) for j in report.benchmarks if j.effect is not None)
-    return [point for point in points if point is not None]
+    return [*filter(None, points)]
 
 
-_JUNIT: dict[Verdict, xml.Outcome] = {
+_JUNIT = {
     Verdict.SLOWER: "failure",
     Verdict.FAILED: "error",
     Verdict.MISSING: "error",
     Verdict.NEW: "error",
     Verdict.INCONCLUSIVE: "skipped",
 }
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def junit(report: Gate) -> str:
-    """Returns one JUnit test case per benchmark.
+    """Returns JUnit XML with one test case per benchmark.
 
     Slower benchmarks fail, failed and missing ones are errors, and inconclusive ones are skipped. An untrusted run
     is one more error.
     """
-    fine = [Verdict.NEW] if report.allow_new else []
+    outcomes = _JUNIT | ({Verdict.NEW: "passed"} if report.allow_new else {})
     cases = [
-        xml.Testcase(
-            j.suite,
-            j.label,
-            "passed" if j.verdict in fine else _JUNIT.get(j.verdict, "passed"),
-            f"{j.verdict}: {describe(j)}",
-        )
+        (j.suite, j.label, outcomes.get(j.verdict, "passed"), f"{j.verdict}: {describe(j)}")
         for j in report.benchmarks
     ]
-    trust = [
-        xml.Testcase("gate", "can the machine be trusted", "error", f"UNTRUSTED: {reason}")
+    cases += [
+        ("gate", "can the machine be trusted", "error", f"UNTRUSTED: {reason}")
         for reason in report.trust.reasons
     ]
-    return xml.document("dtbench gate", [*cases, *trust])
+    tally = Counter(outcome for _, _, outcome, _ in cases)
+    root = ET.Element("testsuites")
+    testsuite = ET.SubElement(
+        root,
+        "testsuite",
+        name="dtbench gate",
+        tests=str(len(cases)),
+        failures=str(tally["failure"]),
+        errors=str(tally["error"]),
+        skipped=str(tally["skipped"]),
+    )
+    for suite, label, outcome, message in cases:
+        case = ET.SubElement(testsuite, "testcase", classname=_xml(suite), name=_xml(label))
+        if outcome == "passed":
+            ET.SubElement(case, "system-out").text = _xml(message)
+        else:  # both as attribute and as text, since some readers show only one of them
+            ET.SubElement(case, outcome, message=_xml(message)).text = _xml(message)
+    return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _xml(text: str) -> str:
+    """Spells out characters that XML 1.0 does not allow even when escaped; the library escapes all others."""
+    return _NOT_XML.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+_MARKS = frozenset("\\`*_[]|~")
+
+
+def escaped(text: str) -> str:
+    """Returns text on one line that GitHub shows literally: markup and HTML are written as entities."""
+    return "".join(
+        f"&#{ord(char)};" if char in _MARKS else char for char in html.escape(plain(text), quote=False)
+    )
 
 
 def markdown(report: Gate) -> str:
     """Returns the summary for a CI job: the result, a table of the changes, and the unchanged benchmarks collapsed."""
     first = [j for j in by_gravity(report.benchmarks) if j.verdict is not Verdict.SAME]
     passed = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
-    lines = [f"### {md.escaped(report.summary_line)}", ""]
-    lines += [f"- **UNTRUSTED**: {md.escaped(reason)}" for reason in report.trust.reasons]
-    lines += [f"- {md.escaped(note)}" for note in (*report.checks, *report.notes)]
+    lines = [f"### {escaped(report.summary_line)}", ""]
+    lines += [f"- **UNTRUSTED**: {escaped(reason)}" for reason in report.trust.reasons]
+    lines += [f"- {escaped(note)}" for note in (*report.checks, *report.notes)]
     lines += ["", *_table(first)] if first else []
     if passed:
         lines += [
@@ -129,6 +157,8 @@ def _table(cases: Sequence[ComparedCase]) -> list[str]:
         rows.append([j.verdict, j.label, *times, format_bounded_change(j), why])
     if len(cases) > SUMMARY_ROWS:
         rows.append(["", f"and {len(cases) - SUMMARY_ROWS} more", "", "", "", ""])
-    numeric = ("base", "head", "change")
-    head = ("verdict", "benchmark", *numeric, "why")
-    return md.table(head, [[md.escaped(cell) for cell in row] for row in rows], numeric)
+    return [
+        "| verdict | benchmark | base | head | change | why |",
+        "|---|---|---:|---:|---:|---|",
+        *(f"| {' | '.join(map(escaped, row))} |" for row in rows),
+    ]

@@ -1,7 +1,5 @@
 """Launches as processes, seen from the gate. They are set up in parallel and measure in turns, one sample at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time
@@ -47,8 +45,9 @@ class Round:
         with contextlib.ExitStack() as started:
             for arm in arms:
                 if arm.loader_key not in self._loaders:
-                    file = log.with_name(f"{log.name}-loader{len(self._loaders)}.log")
-                    loader = self._loaders[arm.loader_key] = Loader(arm, variables, file)
+                    loader = self._loaders[arm.loader_key] = Loader(
+                        arm, variables, log.with_name(f"{log.name}-loader{len(self._loaders)}.log")
+                    )
                     started.callback(loader.close)
             self._started = started.pop_all()
 
@@ -58,7 +57,7 @@ class Round:
         for loader in self._loaders.values():
             loader.await_loaded(deadline)
 
-    def start(self, arm: Arm, order: Order, log: Path) -> LaunchProcess:
+    def start(self, arm: Arm, order: Order, log: Path) -> "LaunchProcess":
         return self._loaders[arm.loader_key].fork(arm, order, log, self._cpu)
 
     def close(self) -> None:
@@ -83,9 +82,10 @@ class Loader:
             if not self._loaded and self._program.connection.poll(seconds_until(deadline)):
                 self._loaded = self._program.connection.recv() == (READY, 0)
 
-    def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> LaunchProcess:
-        encoded = msgspec.msgpack.encode(order)
-        request = LaunchRequest(encoded, str(log), str(arm.root), arm.path, dict(arm.env))
+    def fork(self, arm: Arm, order: Order, log: Path, cpu: int) -> "LaunchProcess":
+        request = LaunchRequest(
+            msgspec.msgpack.encode(order), str(log), str(arm.root), arm.path, dict(arm.env)
+        )
         gate_end, launch_end = Pipe()
         with launch_end, contextlib.suppress(OSError):  # the loader has ended, which `receive` reports
             self._program.connection.send(tuple(request))
@@ -176,8 +176,7 @@ def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: floa
     """
     while going := [launch for launch in launches if launch.died is None]:
         rounds, first = divmod(going[0].number, len(going))
-        order = going[first:] + going[:first]
-        for launch in order[:: -1 if rounds % 2 else 1]:
+        for launch in (going[first:] + going[:first])[:: -1 if rounds % 2 else 1]:
             began = time.monotonic()
             launch.go()
             await_ready([launch], limit_s - launch.used_s, deadline)

@@ -6,8 +6,6 @@ ratio is compared. The samples of one benchmark are separated by those of all ot
 affects few of them.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

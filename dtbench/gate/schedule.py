@@ -9,8 +9,6 @@ chance is excluded: by chance head is the slowest in one of three rounds and one
 level is split over these three looks.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict

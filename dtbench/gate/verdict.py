@@ -4,8 +4,6 @@ Nearly all variance of a host latency lies between processes, so a launch is one
 has. Times drift by 1.6% in a quarter of an hour without any change, so only launches made together are compared.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -95,8 +93,11 @@ def rises(
     base: Mapping[str, float], head: Mapping[str, float], ignored: frozenset[str] = frozenset()
 ) -> dict[str, Counts]:
     """Returns the hard counters that are larger in head."""
-    shared = [name for name in HARD_COUNTERS if name in base and name in head and name not in ignored]
-    return {name: Counts(base[name], head[name]) for name in shared if head[name] > base[name]}
+    return {
+        name: Counts(base[name], head[name])
+        for name in HARD_COUNTERS
+        if name not in ignored and head.get(name, -math.inf) > base.get(name, math.inf)
+    }
 
 
 def describe_counters(counters: Mapping[str, Counts]) -> str:

@@ -5,8 +5,6 @@ An order of mode "count" lists the selected benchmarks and counts the operations
 measures suites of ranks with `dtbench run`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -125,8 +123,11 @@ def _count(order: Order, gate: GateConnection, world: registry.World) -> None:
     from dtbench.gate.counting import count_call
 
     tasks, problems = selected(order.selections, order.options)
-    listed = [*tasks, *list_tasks([control.control], order.options)]
-    benchmarks = tuple(benchmark_of(task, impl) for task in listed for impl in task.impls)
+    benchmarks = tuple(
+        benchmark_of(task, impl)
+        for task in [*tasks, *list_tasks([control.control], order.options)]
+        for impl in task.impls
+    )
     gate.send(LISTING, Listing(benchmarks, tuple(problems)))
     for task in (task for task in tasks if task.suite.world == "simulated"):
         for impl in task.impls:

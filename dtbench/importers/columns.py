@@ -43,8 +43,11 @@ def placement_columns(names: Names) -> list[range]:
     for index, name in enumerate(names):
         if name and name in names[starts[-1] : index]:
             starts.append(index)
-    groups = map(range, starts, [*starts[1:], len(names)])
-    timed = [group for group in groups if {names[index] for index in group} >= MEASURED.keys()]
+    timed = [
+        group
+        for group in map(range, starts, [*starts[1:], len(names)])
+        if {names[index] for index in group} >= MEASURED.keys()
+    ]
     return timed if all(names.count(name) == len(timed) for name in MEASURED) else []
 
 

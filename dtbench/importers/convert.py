@@ -55,8 +55,9 @@ def to_run(
     _refuse_different_machines(usable, mesh is not None)
     _choose_dims(usable, mesh, dim)
     shape = mesh or ((WORLD, usable[0][1].ranks or 1),)
-    of_tables = (_results(table, table.ranks == ranks_of(shape)) for _, table in usable)
-    results = _number_launches(itertools.chain.from_iterable(of_tables))
+    results = _number_launches(
+        itertools.chain.from_iterable(_results(table, table.ranks == ranks_of(shape)) for _, table in usable)
+    )
     ranks = _mesh_layout(usable, shape) if len(shape) > 1 else _listed_ranks(usable)
     results.sort(key=lambda result: result.suite != SUITE)  # the main suite comes first
     return _header(logs, usable, argv, shape, results, ranks), results
@@ -185,8 +186,11 @@ def _listed_ranks(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts
 def _results(table: LogTable, is_whole_mesh: bool) -> Iterator[Result]:
     preferred = table.collective in IN_PLACE
     usable = [figure.in_place for _, figure in table.figures if figure.time and not figure.fault]
-    placements = usable or [figure.in_place for _, figure in table.figures]
-    main = preferred if preferred in placements else not preferred
+    main = (
+        preferred
+        if preferred in (usable or [figure.in_place for _, figure in table.figures])
+        else not preferred
+    )
     # Rows of the same size, type, reduction and root are the cycles of one measurement (an option of rccl-tests).
     cycles = group_by(
         (row for row in table.rows if row.size_bytes),
@@ -246,8 +250,10 @@ def _result(
 def _number_launches(results: Iterator[Result]) -> list[Result]:
     """Numbers the launches: a further measurement of the same case, with any tool, is a further launch."""
     launches: dict[object, Iterator[int]] = defaultdict(itertools.count)
-    keys = ((result, (*result.case_key[:2], *result.case_key[3:])) for result in results)
-    return [msgspec.structs.replace(result, launch=next(launches[key])) for result, key in keys]
+    return [
+        msgspec.structs.replace(result, launch=next(launches[*result.case_key[:2], *result.case_key[3:]]))
+        for result in results
+    ]
 
 
 def _header(

@@ -133,11 +133,13 @@ def report(log: Log) -> Iterator[str]:
     for table in log.tables:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]
-    usable = [table for table in log.tables if not table.refusal]
-    faults = (
-        Problem(row.line, figure.fault) for table in usable for row, figure in table.figures if figure.fault
+    problems += dict.fromkeys(
+        Problem(row.line, figure.fault)
+        for table in log.tables
+        if not table.refusal
+        for row, figure in table.figures
+        if figure.fault
     )
-    problems += dict.fromkeys(faults)
     for problem in problems[:_MAX_PROBLEMS_SHOWN]:
         yield plain(f"  ! {problem}")
     if len(problems) > _MAX_PROBLEMS_SHOWN:
@@ -149,8 +151,7 @@ def _table(table: LogTable) -> str:
     if table.refusal:
         return f"{name} at line {table.line}, {len(table.rows)} rows NOT USED: {table.refusal}"
     hosts = {device.host for device in table.devices if device.host}
-    complete = len(table.devices) == table.ranks
-    on_hosts = f" on {len(hosts)} host(s)" if hosts and complete else ""
+    on_hosts = f" on {len(hosts)} host(s)" if hosts and (len(table.devices) == table.ranks) else ""
     sizes = [row.size_bytes for row in table.rows if row.size_bytes]
     size_range = f", {min(sizes)} to {max(sizes)} bytes" if sizes else ""
     return (

@@ -106,8 +106,9 @@ def read(text: str, log: Log) -> None:
             f"{log.name} is not a complete JSON file of nccl-tests (-J): {error}; "
             "if the run was killed, import the text that it printed instead"
         ) from error
-    errors = [text.strip()[:160] for text in file.errors or () if text.strip()]
-    log.failures += [Problem(0, f"the file reports: {text}") for text in errors]
+    log.failures += [
+        Problem(0, f"the file reports: {text.strip()[:160]}") for text in file.errors or () if text.strip()
+    ]
 
 
 def _table(file: _File) -> LogTable:

@@ -1,7 +1,5 @@
 """The contents of a log: tables of rows, each with one figure per buffer placement (in place, out of place)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -67,7 +65,7 @@ class PrintedNumber:
     def high(self) -> float:
         return self.value + self.half
 
-    def scaled(self, factor: float) -> PrintedNumber:
+    def scaled(self, factor: float) -> "PrintedNumber":
         return PrintedNumber(self.value * factor, self.half * factor)
 
     @property

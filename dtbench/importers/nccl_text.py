@@ -111,8 +111,10 @@ class _Reader:
                 continue
             if text is not line and "version" not in line and "failure" not in line:
                 continue  # a message of NCCL; skipped early, since a log may contain millions
-            handlers = (self._header, self._units, self._device, self._footer, self._metadata)
-            any(handle(number, line) for handle in handlers)
+            any(
+                handle(number, line)
+                for handle in (self._header, self._units, self._device, self._footer, self._metadata)
+            )
         self._close("the log ends inside it")
         for table, columns, rows in self.read_rows:
             add_rows(self.log, table, columns.names, rows, columns.trailing)

@@ -98,8 +98,7 @@ def _deepspeed_size(
     Depending on the version, all_gather prints the size of one rank's part or the total size, and the throughput of
     all_reduce counts the size once or twice.
     """
-    ranks = table.ranks or 1
-    sizes = [described * ranks, described] if table.collective == "all_gather" else [described]
+    sizes = [described * (table.ranks or 1), described] if table.collective == "all_gather" else [described]
     factors = [2, 1] if table.collective == "all_reduce" else [1]
     for size in sizes:
         for factor in factors:
@@ -224,8 +223,9 @@ def read_ml_engineering(text: str, log: Log) -> None:
         elif len(cells) < 2 or not _ML_SIZE.fullmatch(cells[0]):
             table = None
         else:
-            row = dict(zip(columns, cells, strict=False))
-            table.rows.append(_ml_row(number, row, len(cells) - len(columns)))
+            table.rows.append(
+                _ml_row(number, dict(zip(columns, cells, strict=False)), len(cells) - len(columns))
+            )
 
 
 def _cells(line: str) -> list[str]:

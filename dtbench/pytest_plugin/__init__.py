@@ -110,8 +110,9 @@ def _holds_suites(config: pytest.Config, path: Path) -> bool:
     """Whether the suites of a file are collected; test files may define suites for other purposes."""
     if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
         return True
-    is_test_file = any(path.match(pattern) for pattern in config.getini("python_files"))
-    return path.resolve() in _named_files(config) and not is_test_file
+    return path.resolve() in _named_files(config) and not any(
+        path.match(pattern) for pattern in config.getini("python_files")
+    )
 
 
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
@@ -147,8 +148,10 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
 
 def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
     """Returns a test id that -k can match, without = and brackets, e.g. `add-placements:S0-S0-mesh:8-core`."""
-    words = [name, *(f"{key}:{value}" for key, value in params.items()), impl]
-    return "-".join(re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-") for word in words)
+    return "-".join(
+        re.sub(r"[^\w:+./]+", "-", re.sub(r"[()\[\]]", "", word)).strip("-")
+        for word in [name, *(f"{key}:{value}" for key, value in params.items()), impl]
+    )
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,8 +4,6 @@ A round is one sample of the harness: `calls_per_sample` calls after a barrier. 
 the slowest rank, per call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Sequence
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 ROUNDS, QUICK_ROUNDS = 20, 5
 # Timeout of collectives, seconds.
 TIMEOUT_S = 60.0
-_LIVE: pytest.StashKey[Live] = pytest.StashKey()
+_LIVE = pytest.StashKey["Live"]()
 
 
 class ActiveWorld(NamedTuple):
@@ -145,8 +143,9 @@ def live_of(config: pytest.Config) -> Live:
             quick=option.dtbench_quick,
         )
         capture = config.pluginmanager.get_plugin("capturemanager")
-        show = capture.suspend_global_capture if capture else lambda: None
-        config.stash[_LIVE] = Live(find_rank_env(), options, show)
+        config.stash[_LIVE] = Live(
+            find_rank_env(), options, capture.suspend_global_capture if capture else lambda: None
+        )
         config.add_cleanup(config.stash[_LIVE].close)
     return config.stash[_LIVE]
 
@@ -158,7 +157,7 @@ def test_of(task: Task, impl: str, *, single_rank: bool) -> Callable[..., None]:
         single_rank: whether a suite of ranks runs on a single rank.
     """
 
-    def test(request: pytest.FixtureRequest, benchmark: BenchmarkFixture) -> None:
+    def test(request: pytest.FixtureRequest, benchmark: "BenchmarkFixture") -> None:
         option = request.config.option
         rounds = option.dtbench_rounds or (QUICK_ROUNDS if option.dtbench_quick else ROUNDS)
         active = live_of(request.config).enter(task.suite.world, single_rank=single_rank)
@@ -182,7 +181,7 @@ class Rounds(CollectiveSchedule):
     """
 
     def __init__(
-        self, benchmark: BenchmarkFixture, task: tuple[Task, str], active: ActiveWorld, rounds: int
+        self, benchmark: "BenchmarkFixture", task: tuple[Task, str], active: ActiveWorld, rounds: int
     ) -> None:
         self.task, self.impl = task
         super().__init__(self.task.case, [self.impl], active.ranks, ActiveCase())
@@ -214,8 +213,9 @@ class Rounds(CollectiveSchedule):
         def sample() -> None:
             self.samples.append(self.clock.measure(self.subject.workload.run, calls))
 
-        warmup_rounds = -(-self.case.warmup_calls // calls)
-        self.benchmark.pedantic(sample, setup=setup, rounds=self.rounds, warmup_rounds=warmup_rounds)
+        self.benchmark.pedantic(
+            sample, setup=setup, rounds=self.rounds, warmup_rounds=-(-self.case.warmup_calls // calls)
+        )
 
     def finish(self) -> None:
         """Replaces this rank's times by the slowest rank's, and records bandwidths and counters."""

@@ -1,5 +1,6 @@
 """Files that a gate writes, with names and reasons of any characters, and its history."""
 
+import html
 import json
 import random
 import re
@@ -40,14 +41,18 @@ def report(items: Sequence[ComparedCase], *reasons: str) -> Gate:
 def test_junit_has_the_verdict_of_each_benchmark() -> None:
     text = outputs.junit(report([compared(v, v) for v in Verdict], "the control moved"))
     suite = ET.fromstring(text)[0]
-    kinds = {case.get("classname"): [child.tag for child in case] for case in suite}
-    assert kinds == {
+    outcomes = {case.get("classname"): [child.tag for child in case] for case in suite}
+    assert outcomes == {
         Verdict.SAME: ["system-out"],
         Verdict.FASTER: ["system-out"],
         Verdict.SLOWER: ["failure"],
         Verdict.INCONCLUSIVE: ["skipped"],
         **{v: ["error"] for v in (Verdict.MISSING, Verdict.FAILED, Verdict.NEW, "gate")},
     }
+    for (outcome,) in suite:
+        assert outcome.text and outcome.get("message") in (
+            [None] if outcome.tag == "system-out" else [outcome.text]
+        )
     counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
     assert counts == ["8", "1", "4", "1"]
 
@@ -55,14 +60,21 @@ def test_junit_has_the_verdict_of_each_benchmark() -> None:
 def test_names_of_any_characters_stay_text_in_each_output() -> None:
     items = [compared(Verdict.SLOWER, HOSTILE, HOSTILE), compared(Verdict.SAME, HOSTILE)]
     hostile = report(items, HOSTILE)
-    name = ET.fromstring(outputs.junit(hostile))[0][0].get("name") or ""
-    assert "<script>alert(1)</script>" in name and "\\x1b" in name and "\\x00" in name
+    case = ET.fromstring(outputs.junit(hostile).encode())[0][0]
+    for shown in (case.get("classname"), case.get("name"), case[0].get("message"), case[0].text):
+        assert shown and "<script>alert(1)</script>" in shown and r"\x1b[31m\x00\x07\ud800" in shown
     for line in outputs.lines(hostile):
         assert line.replace("\n", "", 1).isprintable()
     text = outputs.markdown(hostile)
     assert {*re.findall(r"<(\w+)", text)} == {"details", "summary"}
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {7}
     assert "`" not in text and "](" not in text
+
+
+@pytest.mark.parametrize("mark", "\\`*_[]|~<&")
+def test_markdown_shows_names_literally(mark: str) -> None:
+    text = outputs.markdown(concluded([compared(Verdict.SLOWER, f"a{mark}b")]))
+    assert f"a{mark}b" not in text and html.unescape(text).count(f"a{mark}b") == 1
 
 
 def test_outputs_of_thousands_of_benchmarks_are_shortened() -> None:

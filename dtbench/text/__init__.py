@@ -1,1 +1,1 @@
-"""Output formats: units, tables, Markdown, JUnit and CSV; masked secrets and safe terminal output."""
+"""Output formats: units, tables and CSV; masked secrets and safe terminal output."""

@@ -1,7 +1,5 @@
 """Data frames as CSV that is safe to open in a spreadsheet."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dtbench.errors import plain
@@ -10,7 +8,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def to_csv(frame: pd.DataFrame, float_format: str | None = None) -> str:
+def to_csv(frame: "pd.DataFrame", float_format: str | None = None) -> str:
     """Formats a header and one line per row, without control characters."""
 
     def safe_cell(value: object) -> object:
@@ -27,5 +25,8 @@ def to_csv(frame: pd.DataFrame, float_format: str | None = None) -> str:
         for name, column in frame.select_dtypes(["string", "object"]).items()
         if any(safe_cell(value) != value for value in column.dropna().unique())
     ]
-    safe = frame.assign(**{str(name): frame[name].map(safe_cell) for name in unsafe}).rename(columns=plain)
-    return safe.to_csv(index=False, lineterminator="\n", float_format=float_format)
+    return (
+        frame.assign(**{str(name): frame[name].map(safe_cell) for name in unsafe})
+        .rename(columns=plain)
+        .to_csv(index=False, lineterminator="\n", float_format=float_format)
+    )

@@ -100,6 +100,8 @@ def compact(table: Table) -> Table:
         return table
     constant = [c for c in table.columns[1:] if not c.numeric and len(set(c.cells)) == 1]
     words = ", ".join(f"{c.header.lower()} {c.cells[0]}" for c in constant if c.cells[0] != MISSING)
-    columns = [c for c in table.columns if not any(c is column for column in constant)]
-    note = f"{table.note} In every row: {words}." if words else table.note
-    return replace(table, columns=columns, note=note.strip())
+    return replace(
+        table,
+        columns=[c for c in table.columns if not any(c is column for column in constant)],
+        note=(f"{table.note} In every row: {words}." if words else table.note).strip(),
+    )

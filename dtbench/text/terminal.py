@@ -133,8 +133,7 @@ def _least(column: TableColumn) -> int:
     """Returns the width in which every word fits; for numbers, every cell on one line."""
     if column.numeric:
         return _natural(column)
-    words = " ".join(map(printable, (column.title, *column.cells))).split()
-    return max(map(cell_len, words), default=0)
+    return max(map(cell_len, " ".join(map(printable, (column.title, *column.cells))).split()), default=0)
 
 
 def _width(widths: Sequence[int]) -> int:
