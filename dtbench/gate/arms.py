@@ -166,10 +166,8 @@ def parse_variables(text: str) -> dict[str, str]:
     Raises:
         UsageError: not a list of variables, a variable that every launch sets, or one given twice.
     """
-    if not text:
-        return {}
     variables: dict[str, str] = {}
-    for part in re.split(r",(?=[A-Za-z_]\w*=)", text):
+    for part in re.split(r",(?=[A-Za-z_]\w*=)", text) if text else ():
         match = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", part, re.DOTALL)
         if match is None or "\0" in part:
             raise UsageError(f"{mask(part)!r} is not a variable: expected NAME=VALUE")
@@ -211,12 +209,10 @@ def _built(text: str, folder: Path) -> Arm:
             shutil.copytree(source, snapshot / name, ignore=shutil.ignore_patterns("__pycache__", "tests"))
         except (OSError, shutil.Error) as error:
             raise ArmError(f"cannot copy {source} to {snapshot}: {error}; is there space?") from error
-    shown = mask(text)
-    if kind == "env":
-        shown = "env:" + ",".join(f"{name}={value}" for name, value in mask_options(variables).items())
+    masked = ",".join(f"{name}={value}" for name, value in mask_options(variables).items())
     folders, notes = _import_folders(kind, root, top)
     return Arm(
-        text=shown,
+        text=f"env:{masked}" if kind == "env" else mask(text),
         note=", ".join([note, *notes]),
         python=python,
         path=tuple(dict.fromkeys([str(snapshot), *folders])),

@@ -119,8 +119,7 @@ def _allocations(subject: Subject) -> dict[str, float]:
 
     subject.prepare()
     with profile(use_kineto=True, profile_memory=True) as profiler:
-        result = subject.workload.run()
-    del result
+        subject.workload.run()
     blocks = [
         event.nbytes()
         for event in profiler.kineto_results.events()

@@ -19,11 +19,11 @@ from dtbench.gate.benchmark import Benchmark, Key
 from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
 from dtbench.gate.options import GateOptions
 from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
-from dtbench.gate.verdict import compared_case, describe_counters, exit_code_of, rises, trust_of
+from dtbench.gate.verdict import compared_case, describe_counters, exit_code_of, rises
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
 from dtbench.records.comparison import ComparedCase, Verdict
-from dtbench.records.gate import ArmRecord, Gate, encode_gate
+from dtbench.records.gate import ArmRecord, Gate, Trust, encode_gate
 from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
@@ -41,9 +41,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
     began = time.monotonic()
     if find_rank_env() is not None:
         raise UsageError("a gate starts its own launches: run `dtbench gate` once, without torchrun or srun")
-    limits = Limits(options.timeout_s)
-    if options.budget_s is not None:
-        limits = Limits(options.timeout_s, began + options.budget_s, f"{options.budget_s:g} s")
+    budget_s = math.inf if options.budget_s is None else options.budget_s
     folder = options.folder or Path(time.strftime("gate-%Y%m%dT%H%M%SZ", time.gmtime()))
     if any((folder / name).exists() for name in FILES) or any(folder.glob("launches/*")):
         raise OutputError(f"{folder} holds a gate already: give another -o")
@@ -75,7 +73,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
             {name: arm.selections(options.selections) for name, arm in (("base", base), ("head", head))},
             options.run_options(min(base.gpus, head.gpus)),
             _new_folder(folder),
-            limits,
+            Limits(options.timeout_s, began + budget_s, f"{budget_s:g} s"),
             variables={control.KIND: kind},
         )
         with contextlib.closing(launcher):
@@ -123,7 +121,7 @@ class GateRun:
         Args:
             began: start of the gate on the monotonic clock, seconds.
         """
-        seed, trust, launches = self.options.seed, trust_of(None, None, measured=False), 0
+        seed, trust, launches = self.options.seed, Trust(), 0
         seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         counting = time.monotonic()
         try:
@@ -140,13 +138,10 @@ class GateRun:
             self._compare_counters(benchmarks, base_counts, head_counts)
         remaining = [b for b in benchmarks if b.key not in self.verdicts]
         if remaining:
-            schedule = GateSchedule(
-                remaining,
-                [b for b in head_counts.listing.benchmarks if b.key[0] == control.NAME and self.with_control],
-                self.launcher.launch,
-                seed,
-                self.say,
-            )
+            controls = [
+                b for b in head_counts.listing.benchmarks if b.key[0] == control.NAME and self.with_control
+            ]
+            schedule = GateSchedule(remaining, controls, self.launcher.launch, seed, self.say)
             self.say(_announcement(remaining, counted_s, self.options.budget_s))
             timed = time.monotonic()
             compared, trust = schedule.run()
@@ -207,21 +202,17 @@ class GateRun:
         skipped = base_benchmarks.keys() & head_benchmarks.keys() & base.skipped.keys() & head.skipped.keys()
         if skipped:
             self.notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
-        comparable: list[Benchmark] = []
-        for key, benchmark in (base_benchmarks | head_benchmarks).items():
-            if key in skipped:
-                continue
+        found = {k: b for k, b in (base_benchmarks | head_benchmarks).items() if k not in skipped}
+        for key, benchmark in found.items():
             if key not in head_benchmarks:
                 why = Verdict.MISSING, "head has no benchmark of this name"
             elif key not in base_benchmarks:
                 why = Verdict.NEW, "base has no benchmark of this name to compare with"
-            elif broken := _broken(key, {"head": head, "base": base}):
-                why = broken
             else:
-                comparable.append(benchmark)
-                continue
-            self.verdicts[key] = compared_case(benchmark, *why)
-        return comparable
+                why = _broken(key, {"head": head, "base": base})
+            if why:
+                self.verdicts[key] = compared_case(benchmark, *why)
+        return [benchmark for key, benchmark in found.items() if key not in self.verdicts]
 
     def _compare_counters(self, benchmarks: Sequence[Benchmark], base: Counted, head: Counted) -> None:
         """Decides a benchmark slower if a counter rises, and a second launch of each arm counts the same."""

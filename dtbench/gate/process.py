@@ -12,8 +12,18 @@ import msgspec
 from dtbench.engine.workers import StartedProgram, describe_exit, seconds_until, send_connection
 from dtbench.errors import last_line, plain
 from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import Key, Listing, Order
-from dtbench.gate.messages import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
+from dtbench.gate.benchmark import (
+    ENDED,
+    GO,
+    LISTING,
+    NOW,
+    READY,
+    RESULT,
+    Key,
+    LaunchRequest,
+    Listing,
+    Order,
+)
 from dtbench.records.result import Result
 
 # Variables of the job that the gate runs in, which launches must not inherit.
@@ -113,13 +123,10 @@ class LaunchProcess:
 
     def __init__(self, connection: Connection, cpu: int, log: Path, loader_end: Callable[[], str]) -> None:
         self.connection, self._cpu, self._log, self._loader_end = connection, cpu, log, loader_end
-        self.label = ""
+        self.label, self.number, self.ready, self.used_s = "", 0, False, 0.0
         self.listing: Listing | None = None
         self.results: dict[Key, Result] = {}
-        self.number = 0
-        self.ready = False
         self.died: str | None = None
-        self.used_s = 0.0
 
     def close(self) -> None:
         self.connection.close()

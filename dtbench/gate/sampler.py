@@ -123,8 +123,7 @@ class _InTurns(SamplingSchedule):
         ]
         self.taken_s: list[list[float]] = [[] for _ in group]
         self._samplings = [sampling for *_, sampling in group]
-        self._clocks = clocks
-        self._await_turn = await_turn
+        self._clocks, self._await_turn = clocks, await_turn
 
     def warm_up(self) -> None:
         for subject in self.subjects:

@@ -102,27 +102,23 @@ class GateSchedule:
         seed: int,
         say: Callable[[str], None] = lambda _text: None,
     ) -> None:
-        self._benchmarks = list(benchmarks)
-        self._control = list(control)
-        self._launch = launch
-        self._random = random.Random(seed)
-        self._say = say
+        self._benchmarks, self._control = list(benchmarks), list(control)
+        self._launch, self._random, self._say = launch, random.Random(seed), say
         self.evidence = Evidence()
         self._verdicts: dict[Key, ComparedCase] = {}
 
     def run(self) -> tuple[list[ComparedCase], Trust]:
         """Launches until every benchmark has a verdict or the budget is spent; returns the verdicts in order."""
-        if self._benchmarks:
-            try:
-                self._screen()
-                self._confirm()
-            except OutOfTimeError as error:
-                self.evidence.stopped = str(error)
+        try:
+            self._screen()
+            self._confirm()
+        except OutOfTimeError as error:
+            self.evidence.stopped = str(error)
         for benchmark in self._undecided():
             self._decide_inconclusive(benchmark)
         ended = [self._verdicts[b.key] for b in self._benchmarks]
         control, null = (self._effect(pairs) for pairs in (self.evidence.control, self.evidence.null))
-        return ended, trust_of(control, null, bool(ended), [j.ratio for j in ended if j.ratio is not None])
+        return ended, trust_of(control, null, [j.ratio for j in ended if j.ratio is not None])
 
     # ---- stages ----
 
@@ -149,11 +145,9 @@ class GateSchedule:
             _compare(self.evidence.null, launches["base"], launches["null"], self._undecided())
 
     def _confirm(self) -> None:
-        family = len(self._undecided())
-        if not family:
-            return
-        last = max(TEST_LOOKS[-1], fewest_pairs(family))
-        looks = [*TEST_LOOKS[:-1], last]
+        family = max(len(self._undecided()), 1)
+        # n pairs that all agree have p = 2**-n, so fewer could not reach the level; two may disagree.
+        last = max(TEST_LOOKS[-1], math.ceil(-math.log2(FAMILY_P / family / LOOKS)) + 2)
         alpha = significance_level(family, LOOKS)
         for number in range(1, last + 1):
             if not self._undecided():
@@ -161,8 +155,9 @@ class GateSchedule:
             self._launch_arms(["base", "head"], self.evidence.fresh, f"fresh pair {number} of at most {last}")
             self._decide_gross()
             if number >= FIRST_PASS_LOOK:
+                is_test = number in (*TEST_LOOKS[:-1], last)
                 for benchmark in self._undecided():
-                    self._look(benchmark, alpha if number in looks else None, number == last)
+                    self._look(benchmark, alpha if is_test else None, number == last)
 
     def _decide_gross(self) -> None:
         """Decides benchmarks that are grossly slower in every round and pair, beyond chance."""
@@ -204,21 +199,19 @@ class GateSchedule:
         launches = dict(zip(arms, self._launch(arms, benchmarks), strict=True))
         self.evidence.launches += len(launches)
         for arm, launch in launches.items():
-            self._decide_untimed("head" if arm == "head" else "base", launch, benchmarks)
+            self._decide_untimed("head" if arm == "head" else "base", launch)
         for benchmark in self._undecided():
             evidence[benchmark.key].append(pair_of(launches["base"], launches["head"], benchmark.key))
         _compare(self.evidence.control, launches["base"], launches["head"], self._control)
         return launches
 
-    def _decide_untimed(self, side: str, launch: LaunchTimes, benchmarks: Sequence[Benchmark]) -> None:
+    def _decide_untimed(self, side: str, launch: LaunchTimes) -> None:
         """Decides the benchmarks that have no time in this launch."""
-        for benchmark in benchmarks:
-            key = benchmark.key
-            if key in self._verdicts:
-                continue
-            time_s = launch.times_s.get(key)
-            if key in launch.bad:
-                self._decide(compared_case(benchmark, Verdict.FAILED, f"in {side}: {launch.bad[key]}"))
+        for benchmark in self._undecided():
+            time_s = launch.times_s.get(benchmark.key)
+            if benchmark.key in launch.bad:
+                reason = f"in {side}: {launch.bad[benchmark.key]}"
+                self._decide(compared_case(benchmark, Verdict.FAILED, reason))
             elif time_s is None:
                 self._decide(
                     compared_case(benchmark, Verdict.FAILED, f"a launch of {side} returned no time for it")
@@ -293,14 +286,3 @@ def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
     base, head = [b for b, _ in pairs], [h for _, h in pairs]
     effect, base_s = paired_effect(base, head), median(base)
     return effect, base_s, base_s * effect.ratio
-
-
-def fewest_pairs(family: int) -> int:
-    """Returns the number of pairs at which the test of one benchmark can reach its level, plus two.
-
-    n pairs that all agree have p = 2**-n.
-
-    Args:
-        family: number of benchmarks that are tested.
-    """
-    return math.ceil(-math.log2(FAMILY_P / family / LOOKS)) + 2

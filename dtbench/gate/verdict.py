@@ -114,31 +114,29 @@ def has_moved(effect: Effect | None) -> bool:
     return change > TRUST_SCATTER or (change > TRUST_CHANGE and p < TRUST_P)
 
 
-def trust_of(
-    control: Effect | None, null: Effect | None, measured: bool, ratios: Sequence[float] = ()
-) -> Trust:
-    """Returns whether the times of the whole run can be trusted.
+def trust_of(control: Effect | None, null: Effect | None, ratios: Sequence[float] = ()) -> Trust:
+    """Returns whether the times of a run that timed benchmarks can be trusted.
 
     Args:
         control: the effect on the control benchmarks.
         null: the effect of base against itself.
-        measured: whether any benchmark was timed.
         ratios: head / base of each benchmark.
     """
-    reasons: list[str] = []
-    for name, effect in (
-        ("the control, whose code is the same in both arms,", control),
-        ("base, measured against itself,", null),
-    ):
-        if effect is not None and has_moved(effect):
-            reasons.append(f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs")
+    reasons = [
+        f"{name} moved by {effect.ratio - 1:+.1%} over {effect.pairs} pairs"
+        for name, effect in (
+            ("the control, whose code is the same in both arms,", control),
+            ("base, measured against itself,", null),
+        )
+        if effect is not None and has_moved(effect)
+    ]
     if control is not None and has_moved(control):
         drifts = suite_drifts([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
         reasons += [
             f"the machine drifted: all is {format_change(description)} in head"
             for description in drifts.values()
         ]
-    if measured and control is None and null is None:
+    if control is None and null is None:
         reasons.append("neither the control nor base against itself was measured")
     return Trust(
         control=control.ratio if control else None,
@@ -156,15 +154,12 @@ def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: boo
     """
     counted = any(j.verdict is Verdict.SLOWER and j.stage == "counters" for j in judged)
     verdicts = {j.verdict for j in judged}
-    if counted or (Verdict.SLOWER in verdicts and not trust.reasons):
-        return errors.EXIT_REGRESSION
-    if Verdict.FAILED in verdicts:
-        return errors.EXIT_CASE_FAILED
-    if Verdict.MISSING in verdicts or (Verdict.NEW in verdicts and not allow_new):
-        return errors.EXIT_NOTHING
-    if trust.reasons or Verdict.INCONCLUSIVE in verdicts:
-        return errors.EXIT_INCONCLUSIVE
-    # A gate without verdicts does not pass.
-    if not verdicts & {Verdict.SAME, Verdict.FASTER}:
-        return errors.EXIT_NOTHING
-    return errors.EXIT_OK
+    codes: list[tuple[object, GateCode]] = [
+        (counted or (Verdict.SLOWER in verdicts and not trust.reasons), errors.EXIT_REGRESSION),
+        (Verdict.FAILED in verdicts, errors.EXIT_CASE_FAILED),
+        (Verdict.MISSING in verdicts or (Verdict.NEW in verdicts and not allow_new), errors.EXIT_NOTHING),
+        (trust.reasons or Verdict.INCONCLUSIVE in verdicts, errors.EXIT_INCONCLUSIVE),
+        # A gate without verdicts does not pass.
+        (not verdicts & {Verdict.SAME, Verdict.FASTER}, errors.EXIT_NOTHING),
+    ]
+    return next((code for applies, code in codes if applies), errors.EXIT_OK)

@@ -18,8 +18,18 @@ from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
-from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, SuiteSelection, label_of
-from dtbench.gate.messages import LISTING, NOW, READY, RESULT
+from dtbench.gate.benchmark import (
+    DEFAULT_TOLERANCE,
+    LISTING,
+    NOW,
+    READY,
+    RESULT,
+    Benchmark,
+    Listing,
+    Order,
+    SuiteSelection,
+    label_of,
+)
 from dtbench.records.result import Result, estimator_of
 from dtbench.suite import RunOptions, registry
 
@@ -98,11 +108,9 @@ def selected(selections: Sequence[SuiteSelection], options: RunOptions) -> tuple
     for selection in selections:
         try:
             listed = list_tasks(registry.load([selection.suite]), options, selection.text)
+            tasks |= {task.label: task for task in listed}
         except UsageError as error:
             problems.append(str(error))
-        else:
-            for task in listed:
-                tasks.setdefault(task.label, task)
     return list(tasks.values()), problems
 
 

@@ -398,12 +398,12 @@ def test_consistent_move_is_not_trusted() -> None:
     assert once.ratio > 1.01 and scattered.p_slower >= once.p_slower > 0.04
     moved = [has_moved(effect) for effect in (always, once, little, faster, scattered, None)]
     assert moved == [True, False, False, True, True, False]
-    assert "control" in trust_of(always, little, measured=True).reasons[0]
-    assert "itself" in trust_of(little, faster, measured=True).reasons[0]
+    assert "control" in trust_of(always, little).reasons[0]
+    assert "itself" in trust_of(little, faster).reasons[0]
     drift = "the machine drifted: all is 1.02x slower in head"
-    assert trust_of(always, little, True, [1.02, 1.03]).reasons[-1].startswith(drift)
-    assert len(trust_of(always, little, True, [1.0, 1.0]).reasons) == 1
-    assert [bool(trust_of(None, None, measured=m).reasons) for m in (True, False)] == [True, False]
+    assert trust_of(always, little, [1.02, 1.03]).reasons[-1].startswith(drift)
+    assert len(trust_of(always, little, [1.0, 1.0]).reasons) == 1
+    assert trust_of(None, None).reasons
 
 
 @pytest.mark.parametrize(
