@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from dtbench.suite import Case, RunOptions, Workload, suite
+from dtbench.suite import Case, RunOptions, Workload, World, suite
 
 NAME = "gate-control"
 KIND = "DTBENCH_GATE_CONTROL"  # "torch" or "python"; set by the gate in every launch of both arms
@@ -28,11 +28,15 @@ def control(options: RunOptions) -> Iterator[Case]:
         yield Case(
             name,
             {},
-            build={"plain": lambda _world, build=build: Workload(run=build())},
+            build={"plain": partial(_build, build)},
             clock="host",
             calls_per_sample=PYTHON_CALLS if python else TORCH_CALLS,
             warmup_calls=WARMUP_CALLS,
         )
+
+
+def _build(build: Callable[[], Callable[[], object]], world: World) -> Workload:
+    return Workload(run=build())
 
 
 def _op(name: str) -> Callable[[], object]:
@@ -58,7 +62,7 @@ def _steps() -> Callable[[], object]:
 TORCH = {name: partial(_op, name) for name in ("add", "mm", "relu", "sum", "clone")}
 # Without allocations and table lookups: controls with those moved by 1.0 and 1.7% between two builds of torch,
 # presumably because their memory addresses depend on the other imports of a process.
-PYTHON = {
+PYTHON: dict[str, Callable[[], Callable[[], object]]] = {
     "powers": lambda: partial(pow, 3, 2**40 - 1, 2**255 - 19),  # the modulus: any odd number of some words
     "steps": _steps,
 }

@@ -204,12 +204,11 @@ class GateRun:
             self.notes.append(f"{len(skipped)} benchmark(s) are skipped by both arms and are left out")
         found = {k: b for k, b in (base_benchmarks | head_benchmarks).items() if k not in skipped}
         for key, benchmark in found.items():
+            why = _broken(key, {"head": head, "base": base})
             if key not in head_benchmarks:
                 why = Verdict.MISSING, "head has no benchmark of this name"
             elif key not in base_benchmarks:
                 why = Verdict.NEW, "base has no benchmark of this name to compare with"
-            else:
-                why = _broken(key, {"head": head, "base": base})
             if why:
                 self.verdicts[key] = compared_case(benchmark, *why)
         return [benchmark for key, benchmark in found.items() if key not in self.verdicts]

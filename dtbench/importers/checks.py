@@ -60,7 +60,6 @@ def check(log: Log, *, collective: str | None = None, ranks: int | None = None) 
             if table.refusal:
                 raise _TableRefusedError(table.refusal)
             _identify(log, table, collective, ranks)
-            _find_sizes(log, table)
             _check_rows(table)
         except _TableRefusedError as refused:
             table.refusal = f"{conflict}: {refused}" if conflict else str(refused)
@@ -98,11 +97,8 @@ def _identify(log: Log, table: LogTable, collective: str | None, ranks: int | No
         raise _TableRefusedError(
             "a single rank does not communicate, so its bandwidths say nothing about links"
         )
-
-
-def _find_sizes(log: Log, table: LogTable) -> None:
     for row in table.rows:
-        row.size_bytes *= (table.ranks or 1) if table.sizes_are_parts else 1
+        row.size_bytes *= table.ranks if table.sizes_are_parts else 1
     for row in [row for row in table.rows if row.size_bytes > _MAX_BYTES]:
         log.add_problem(
             row.line, f"row dropped: its size of {row.size_bytes} bytes exceeds {_MAX_BYTES}", drops_row=True

@@ -14,10 +14,10 @@ from dtbench.importers.model import (
     LogRow,
     LogTable,
     collective_of,
+    leading_value,
     parse_amount,
     parse_number,
 )
-from dtbench.importers.text import leading_value
 
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum", "none")
 # Columns of one buffer placement, which every version prints next to each other -> unit.

@@ -55,9 +55,13 @@ def to_run(
     _refuse_different_machines(usable, mesh is not None)
     _choose_dims(usable, mesh, dim)
     shape = mesh or ((WORLD, usable[0][1].ranks or 1),)
-    results = _number_launches(
-        itertools.chain.from_iterable(_results(table, table.ranks == ranks_of(shape)) for _, table in usable)
-    )
+    launches: dict[object, Iterator[int]] = defaultdict(itertools.count)
+    # A further measurement of the same case, with any tool, is a further launch.
+    results = [
+        msgspec.structs.replace(result, launch=next(launches[*result.case_key[:2], *result.case_key[3:]]))
+        for _, table in usable
+        for result in _results(table, table.ranks == ranks_of(shape))
+    ]
     ranks = _mesh_layout(usable, shape) if len(shape) > 1 else _listed_ranks(usable)
     results.sort(key=lambda result: result.suite != SUITE)  # the main suite comes first
     return _header(logs, usable, argv, shape, results, ranks), results
@@ -66,15 +70,13 @@ def to_run(
 def _reasons(logs: Sequence[Log]) -> str:
     reasons = []
     for log in logs:
-        if log.failures:
-            reasons.append(f"{log.name}: the benchmark failed, {log.failures[0]}")
+        reasons += [f"{log.name}: the benchmark failed, {failure}" for failure in log.failures[:1]]
         reasons += [
             f"{log.name} line {table.line}: {table.refusal or 'no rows with data'} "
             f"({plural(len(table.rows), 'row')})"
             for table in log.tables
         ]
-        if not log.rows:
-            reasons += [f"{log.name} {problem}" for problem in log.problems]
+        reasons += [f"{log.name} {problem}" for problem in ([] if log.rows else log.problems)]
         if not log.tables and not log.failures:
             reasons.append(f"{log.name}: the beginning of a {log.format} output without any row")
     omitted = f", and {len(reasons) - 3} more" if len(reasons) > 3 else ""
@@ -245,15 +247,6 @@ def _result(
         algbw_Bps=algbw,
         busbw_Bps=algbw * busbw_factor(table.collective, table.ranks),
     )
-
-
-def _number_launches(results: Iterator[Result]) -> list[Result]:
-    """Numbers the launches: a further measurement of the same case, with any tool, is a further launch."""
-    launches: dict[object, Iterator[int]] = defaultdict(itertools.count)
-    return [
-        msgspec.structs.replace(result, launch=next(launches[*result.case_key[:2], *result.case_key[3:]]))
-        for result in results
-    ]
 
 
 def _header(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UnreadableRunError, UsageError, plain
 from dtbench.importers import checks, convert, json_logs, nccl_text, other_tools
-from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem
-from dtbench.importers.text import strip_container_log
+from dtbench.importers.model import COLLECTIVES, Log, LogTable, Problem, strip_container_log
 from dtbench.records.read import read_bytes
 from dtbench.records.result import Result
 from dtbench.records.run import RunWriter, without_collecting

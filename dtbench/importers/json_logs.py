@@ -11,9 +11,8 @@ from msgspec import Struct
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import Count
 from dtbench.importers.columns import figure_of, is_integer
-from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem
+from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem, pattern
 from dtbench.importers.nccl_text import library_version, name_table
-from dtbench.importers.text import pattern
 from dtbench.records.read import BadFieldError, convert, decode
 
 # A number, or the text that replaces a missing one: "nan", "N/A".
@@ -112,20 +111,25 @@ def read(text: str, log: Log) -> None:
 
 
 def _table(file: _File) -> LogTable:
-    config = file.config
-    table = LogTable("nccl-tests", 0, ended=file.average_bus_bandwidth is not None)
-    table.mode = "back_to_back" if config.blocking_collectives in ("false", "0", 0) else "isolated"
-    table.devices = [
-        ListedRank(device.rank, device.group, device.hostname[:255], device.device, device.device_info[:120])
-        for device in config.devices
-    ]
-    table.started = file.start_time[:40]
+    table = LogTable(
+        "nccl-tests",
+        0,
+        rows=[_row(entry, index) for index, entry in enumerate(file.results)],
+        devices=[
+            ListedRank(
+                device.rank, device.group, device.hostname[:255], device.device, device.device_info[:120]
+            )
+            for device in file.config.devices
+        ],
+        mode="back_to_back" if file.config.blocking_collectives in ("false", "0", 0) else "isolated",
+        failed_values=file.out_of_bounds.count,
+        ended=file.average_bus_bandwidth is not None,
+        started=file.start_time[:40],
+    )
     if file.nccl_version is not None and 1000 <= file.nccl_version < 10**6:
         table.versions["nccl"] = library_version(file.nccl_version)
     if program := _PROGRAM.fullmatch(file.args[0][:4096] if file.args else ""):
         name_table(table, program[1])
-    table.rows = [_row(entry, index) for index, entry in enumerate(file.results)]
-    table.failed_values = file.out_of_bounds.count
     return table
 
 

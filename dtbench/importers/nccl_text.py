@@ -10,8 +10,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dtbench.importers.columns import DATA_CHECKS, MEASURED, REDOPS, Names, Row, add_rows, placement_columns
-from dtbench.importers.model import COLLECTIVES, DTYPES, ListedRank, Log, LogTable, Problem
-from dtbench.importers.text import clean_lines, leading_value, pattern, strip_nccl_message
+from dtbench.importers.model import (
+    COLLECTIVES,
+    DTYPES,
+    ListedRank,
+    Log,
+    LogTable,
+    Problem,
+    clean_lines,
+    leading_value,
+    pattern,
+    strip_nccl_message,
+)
 
 # Name of a program -> collective. Programs with an empty entry count bytes differently from any collective.
 PROGRAMS = {name: name for name in COLLECTIVES} | {"alltoall": "all_to_all", "alltoallv": "", "hypercube": ""}

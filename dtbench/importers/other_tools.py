@@ -22,21 +22,25 @@ from dtbench.importers.model import (
     LogRow,
     LogTable,
     PrintedNumber,
+    clean_lines,
     collective_of,
     parse_amount,
+    pattern,
+    scan,
 )
-from dtbench.importers.text import clean_lines, pattern, scan
 
 _Match = re.Match[str]
 _DEEPSPEED_TITLE = pattern(r"-{2,}\s*Performance of (\w+) on (\d{1,7}) devices\s*-{2,}")
-_DEEPSPEED_HEADER = pattern(
-    r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
-)
-# 31.67 GB   8501054668x4   3176.620 ms   171.272   149.863; with --raw the size and time have no unit.
-_DEEPSPEED_ROW = pattern(
-    r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
-)
-_DEEPSPEED_LINES = {"title": _DEEPSPEED_TITLE, "header": _DEEPSPEED_HEADER, "row": _DEEPSPEED_ROW}
+_DEEPSPEED_LINES = {
+    "title": _DEEPSPEED_TITLE,
+    "header": pattern(
+        r"Size \(Bytes\)\s+Description\s+Duration( \(us\))?\s+Throughput \((\w+)\)\s+BusBW \((\w+)\)"
+    ),
+    # 31.67 GB   8501054668x4   3176.620 ms   171.272   149.863; with --raw the size and time have no unit.
+    "row": pattern(
+        r"(?:(?<=\s)|^)(\S+)(?: ([KMGTPEZ]?B))?\s+(\d{1,18})x(\d{1,3})\s+(\S+)(?: (us|ms|s))?\s+(\S+)\s+(\S+)\s*$"
+    ),
+}
 # DeepSpeed's benchmarks; the meaning of other collectives' sizes is unknown.
 _DEEPSPEED_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "broadcast", "sendrecv")
 _DEEPSPEED_BANDWIDTHS = {"Gbps": 1e9 / 8, "GBps": 1e9}
@@ -56,8 +60,7 @@ def read_deepspeed(text: str, log: Log) -> None:
         elif kind == "header" and table is not None:
             units = bool(match[1]), match[2], match[3]
             if unknown := {match[2], match[3]} - set(_DEEPSPEED_BANDWIDTHS):
-                expected = " or ".join(_DEEPSPEED_BANDWIDTHS)
-                table.refusal = f"line {number} has the unit {unknown.pop()}: expected {expected}"
+                table.refusal = f"line {number} has the unit {unknown.pop()}: expected Gbps or GBps"
         elif kind == "row" and table is not None and units is not None:
             table.rows.append(_deepspeed_row(match, number, table, units))
 
@@ -67,8 +70,7 @@ def _deepspeed_table(name: str, ranks: int, number: int) -> LogTable:
     if (collective := collective_of(name)) in _DEEPSPEED_COLLECTIVES:
         table.collective = collective
     else:
-        expected = ", ".join(_DEEPSPEED_COLLECTIVES)
-        table.refusal = f"{name[:40]!r} is not supported: expected {expected}"
+        table.refusal = f"{name[:40]!r} is not supported: expected {', '.join(_DEEPSPEED_COLLECTIVES)}"
     return table
 
 
@@ -157,15 +159,18 @@ def read_osu(text: str, log: Log) -> None:
 
 
 def _osu_table(title: _Match, number: int) -> LogTable:
-    table = LogTable("osu", number, ended=True, mode="isolated")
-    table.device_type = "cuda" if title[1] else "cpu"
-    if title[3]:
-        table.versions["osu"] = title[3]
-    table.collective = collective_of(title[2])
-    table.sizes_are_parts = table.collective in _OSU_PER_RANK
-    if table.collective is None:
-        table.refusal = f"OSU's {title[2][:40]!r} is not a supported collective"
-    return table
+    collective = collective_of(title[2])
+    return LogTable(
+        "osu",
+        number,
+        collective=collective,
+        refusal="" if collective else f"OSU's {title[2][:40]!r} is not a supported collective",
+        mode="isolated",
+        device_type="cuda" if title[1] else "cpu",
+        versions={"osu": title[3]} if title[3] else {},
+        ended=True,
+        sizes_are_parts=collective in _OSU_PER_RANK,
+    )
 
 
 def _osu_columns(headings: str) -> list[str]:
@@ -239,10 +244,9 @@ def _is_ml_header(cells: list[str]) -> bool:
 
 def _ml_table(title: _Match | None, number: int) -> LogTable:
     table = LogTable("ml-engineering", number, ended=True)
-    # A table without a title comes from all_reduce_bench.py.
-    name = title[1] if title else "all_reduce"
+    name = "all_reduce"  # a table without a title comes from all_reduce_bench.py
     if title is not None:
-        table.ranks, table.ranks_from = int(title[2]), "its title"
+        name, table.ranks, table.ranks_from = title[1], int(title[2]), "its title"
     if name in COLLECTIVES and name != "sendrecv":  # torch.distributed has no sendrecv
         table.collective = name
     else:
