@@ -3,7 +3,8 @@
     gate.py       from the options to the report
     options.py    the options of a gate, checked before anything is built
     arms.py       builds an arm from a revision, an interpreter or a set of variables
-    benchmark.py  selections, orders and listings of benchmarks: the messages between gate, loaders and launches
+    benchmark.py  selections, orders and listings of benchmarks, exchanged with launches
+    messages.py   the kinds of messages between the gate, its loaders and its launches
     launcher.py   the launches that count and time; repeats a launch without the benchmark that ended it
     process.py    loaders and launches as processes, seen from the gate
     loader.py     the process from which launches are forked, after it has loaded torch

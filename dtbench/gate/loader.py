@@ -18,7 +18,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from dtbench.engine.workers import Fork, connection_at, receive_connection
-from dtbench.gate.benchmark import ENDED, READY, LaunchRequest
+from dtbench.gate.messages import ENDED, READY, LaunchRequest
 
 
 def main(argv: Sequence[str]) -> int:

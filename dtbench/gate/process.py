@@ -12,18 +12,8 @@ import msgspec
 from dtbench.engine.workers import StartedProgram, describe_exit, seconds_until, send_connection
 from dtbench.errors import last_line, plain
 from dtbench.gate.arms import Arm
-from dtbench.gate.benchmark import (
-    ENDED,
-    GO,
-    LISTING,
-    NOW,
-    READY,
-    RESULT,
-    Key,
-    LaunchRequest,
-    Listing,
-    Order,
-)
+from dtbench.gate.benchmark import Key, Listing, Order
+from dtbench.gate.messages import ENDED, GO, LISTING, NOW, READY, RESULT, LaunchRequest
 from dtbench.records.result import Result
 
 # Variables of the job that the gate runs in, which launches must not inherit.

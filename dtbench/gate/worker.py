@@ -18,18 +18,8 @@ from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import EXIT_OK, EXIT_USAGE, DtbenchError, UsageError
 from dtbench.gate import control
-from dtbench.gate.benchmark import (
-    DEFAULT_TOLERANCE,
-    LISTING,
-    NOW,
-    READY,
-    RESULT,
-    Benchmark,
-    Listing,
-    Order,
-    SuiteSelection,
-    label_of,
-)
+from dtbench.gate.benchmark import DEFAULT_TOLERANCE, Benchmark, Listing, Order, SuiteSelection, label_of
+from dtbench.gate.messages import LISTING, NOW, READY, RESULT
 from dtbench.records.result import Result, estimator_of
 from dtbench.suite import RunOptions, registry
 
