@@ -381,8 +381,7 @@ def _shared(
     from dtbench.records.read import convert
     from dtbench.records.run import RunWriter
 
-    lines = [msgspec.to_builtins(line) for line in (header, *results)]
-    head, *rows = ranks.agree(None, lambda _votes: lines)
+    head, *rows = ranks.agree(None, lambda _votes: [*map(msgspec.to_builtins, (header, *results))])
     path = Path(output) if output is not None else Path(f"{time.strftime('%H:%M:%S')} in memory")
     if output is not None and ranks.rank == 0:
         with RunWriter.create(path, header) as writer:

@@ -12,20 +12,16 @@ def main() -> None:
     _open_streams()
     try:
         if "RANK" not in os.environ:  # a rank's launcher says it
-            _answer_signals()
+            import signal
+
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, signal.default_int_handler)
         from dtbench.cli.program import main as program
     except KeyboardInterrupt:
         sys.stderr.write("dtbench: interrupted\n")
         sys.exit(130)  # EXIT_INTERRUPTED, which may not be imported yet
     program()
-
-
-def _answer_signals() -> None:
-    import signal
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
 
 
 def _open_streams() -> None:

@@ -5,7 +5,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,14 +129,14 @@ class Launcher:
         bad: dict[str, dict[Key, str]] = {name: {} for name in names}
         pending = list(names)
         while pending:
-            orders = []
-            for name in pending:
-                done = {b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]}
-                orders.append(
-                    (name, Order("count", self._selections[name], self._options, tuple(sorted(done))))
-                )
-            launches = self._started(orders)
-            await_ready(launches, self._limits.timeout_s, self._limits.deadline)
+            done = {
+                name: sorted(b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name])
+                for name in pending
+            }
+            launches = self._started(
+                (name, Order("count", self._selections[name], self._options, tuple(done[name])))
+                for name in pending
+            )
             for name, launch in zip(tuple(pending), launches, strict=True):
                 results[name] |= launch.results
                 if launch.listing is not None:
@@ -184,9 +184,10 @@ class Launcher:
         simulated = [b for b in benchmarks if b.world == "simulated"]
         while True:
             call_s = {b.label: self._call_s.get(b.key, 0.0) for b in simulated}
-            orders = [Order("time", self._selections[_side(arm)], self._options, (), call_s) for arm in arms]
-            launches = self._started(list(zip(map(_side, arms), orders, strict=True)))
-            await_ready(launches, self._limits.timeout_s, self._limits.deadline)
+            launches = self._started(
+                (side, Order("time", self._selections[side], self._options, (), call_s))
+                for side in map(_side, arms)
+            )
             if not any(launch.died for launch in launches):
                 for prepared in self._prepared:
                     prepared.await_loaded(self._limits.left_s())
@@ -216,8 +217,8 @@ class Launcher:
 
     # ---- processes ----
 
-    def _started(self, orders: Sequence[tuple[str, Order]]) -> list[LaunchProcess]:
-        """Starts one launch per side and order, in a new round."""
+    def _started(self, orders: Iterable[tuple[str, Order]]) -> list[LaunchProcess]:
+        """Starts one launch per side and order, in a new round, and waits until they are ready or have ended."""
         self._end_round()
         if self._limits.deadline - time.monotonic() <= self._longest_s:
             raise self._limits.out_of_time()
@@ -228,6 +229,7 @@ class Launcher:
         for side, order in orders:
             log = self._folder / f"{next(self._numbers):04d}-{side}.log"
             self._running.append(self._round.start(self._arms[side], order, log))
+        await_ready(self._running, self._limits.timeout_s, self._limits.deadline)
         return list(self._running)
 
     def _end_round(self) -> None:

@@ -18,11 +18,6 @@ LISTED = 60
 SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
 
 
-def by_gravity(cases: Sequence[ComparedCase]) -> list[ComparedCase]:
-    """Sorts cases, the gravest verdict first."""
-    return sorted(cases, key=lambda j: j.verdict.gravity)
-
-
 def format_bounded_change(case: ComparedCase) -> str:
     """Formats a change with its bound, e.g. `+3.1% (at least +1.2%)` or `-0.2% (+1.0% at most)`."""
     effect = case.effect
@@ -49,7 +44,7 @@ def describe(case: ComparedCase) -> str:
 
 def lines(report: Gate) -> list[str]:
     """Returns the text for a terminal."""
-    shown = by_gravity(report.benchmarks)
+    shown = sorted(report.benchmarks, key=lambda j: j.verdict.gravity)
     hidden = report.count(Verdict.SAME) if len(shown) > LISTED else 0
     if hidden:
         shown = [j for j in shown if j.verdict is not Verdict.SAME]
@@ -131,7 +126,8 @@ def escaped(text: str) -> str:
 
 def markdown(report: Gate) -> str:
     """Returns the summary for a CI job: the result, a table of the changes, and the unchanged benchmarks collapsed."""
-    first = [j for j in by_gravity(report.benchmarks) if j.verdict is not Verdict.SAME]
+    by_gravity = sorted(report.benchmarks, key=lambda j: j.verdict.gravity)
+    first = [j for j in by_gravity if j.verdict is not Verdict.SAME]
     passed = [j for j in report.benchmarks if j.verdict is Verdict.SAME]
     lines = [f"### {escaped(report.summary_line)}", ""]
     lines += [f"- **UNTRUSTED**: {escaped(reason)}" for reason in report.trust.reasons]

@@ -106,14 +106,13 @@ def selected(selections: Sequence[SuiteSelection], options: RunOptions) -> tuple
 
 def benchmark_of(task: Task, impl: str) -> Benchmark:
     """Returns the benchmark of one impl of a task."""
-    case = task.case
     return Benchmark(
-        key=(task.suite.name, case.name, impl, tuple(sorted(case.params.items()))),
+        key=(task.suite.name, task.case.name, impl, tuple(sorted(task.case.params.items()))),
         label=label_of(task.label, impl),
         world="ranks" if task.suite.world == "ranks" else "simulated",
-        estimator=estimator_of(case),
-        tolerance=DEFAULT_TOLERANCE if case.tolerance is None else case.tolerance,
-        floor_s=case.floor_s,
+        estimator=estimator_of(task.case),
+        tolerance=DEFAULT_TOLERANCE if task.case.tolerance is None else task.case.tolerance,
+        floor_s=task.case.floor_s,
     )
 
 

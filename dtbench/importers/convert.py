@@ -210,8 +210,13 @@ def _result(
     table: LogTable, row: LogRow, figures: Sequence[LogFigure], is_whole_mesh: bool, is_main: bool
 ) -> Result:
     assert table.collective is not None and table.ranks is not None
-    params: dict[str, Param] = {"mode": table.mode, "dtype": row.dtype, "size": row.size_bytes}
-    params |= {"in_place": figures[0].in_place, "ranks": table.ranks}
+    params: dict[str, Param] = {
+        "mode": table.mode,
+        "dtype": row.dtype,
+        "size": row.size_bytes,
+        "in_place": figures[0].in_place,
+        "ranks": table.ranks,
+    }
     if row.redop not in ("", "none", "sum"):
         params["redop"] = row.redop
     if row.root is not None and row.root > 0:

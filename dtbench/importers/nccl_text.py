@@ -138,10 +138,15 @@ class _Reader:
         self._close("a new table begins inside it")
         self.columns = _columns(names)
         previous, program = self.table, next(iter(self.programs)) if len(self.programs) == 1 else None
-        table = LogTable("rccl-tests" if "rccl-tests" in self.versions else "nccl-tests", number)
-        table.devices, table.versions = self.devices, dict(self.versions)
-        table.mode = "isolated" if self.blocking else "back_to_back"
-        table.error_column, table.mixed = "error" in names, len(self.roots) > 1
+        table = LogTable(
+            "rccl-tests" if "rccl-tests" in self.versions else "nccl-tests",
+            number,
+            devices=self.devices,
+            error_column="error" in names,
+            mode="isolated" if self.blocking else "back_to_back",
+            versions=dict(self.versions),
+            mixed=len(self.roots) > 1,
+        )
         name_table(table, program if self.stated is None else self.stated)
         if "cputime" in words:
             table.refusal = "its times are the host's (cputime): run nccl-tests without -C"
@@ -196,12 +201,10 @@ class _Reader:
 
     def _metadata(self, number: int, line: str) -> bool:
         """Reads a line about the benchmark: an error, the program, versions or the mode."""
-        failure = _FAILURE.search(line)
-        if failure:
+        if failure := _FAILURE.search(line):
             self.log.failures.append(Problem(number, failure[0].strip()[:160]))
             return True
-        stated = _STATED.search(line)
-        if stated:
+        if stated := _STATED.search(line):
             name = _PROGRAM.match(stated[2])
             program = name[1] if name else stated[2]
             if stated[1] == "starting":
@@ -216,8 +219,7 @@ class _Reader:
                 self.versions["nccl"] = library_version(int(version[3]))
         elif library:
             self.versions["nccl"] = library[2][:60]
-        if "Blocking Enabled" in line:
-            self.blocking = True
+        self.blocking = self.blocking or "Blocking Enabled" in line
         self.programs |= {match[1] for match in _PROGRAM.finditer(line)}
         return bool(version or library)
 

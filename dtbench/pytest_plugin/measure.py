@@ -53,11 +53,9 @@ class Live:
     """The current world of a session, of one kind at a time."""
 
     def __init__(self, place: RankEnv | None, options: RunRequest, show: Callable[[], None]) -> None:
-        self._show = show
-        self._kind = ""
+        self._show, self._kind = show, ""
         self._active: ActiveWorld
-        self._world = contextlib.ExitStack()
-        self._life = contextlib.ExitStack()
+        self._world, self._life = contextlib.ExitStack(), contextlib.ExitStack()
         silence_torch()
         self.rank = LaunchedRank(place, self._report) if place and place.world_size > 1 else None
         if self.rank is not None:
@@ -84,8 +82,9 @@ class Live:
         """
         if kind == "ranks" and self.rank is None:
             if not single_rank:
-                how = "torchrun --nproc-per-node 4 -m pytest, with the same arguments"
-                pytest.skip(f"needs several ranks: {how}")
+                pytest.skip(
+                    "needs several ranks: torchrun --nproc-per-node 4 -m pytest, with the same arguments"
+                )
             kind = "alone"
         if kind != self._kind:
             self._world.close()

@@ -58,7 +58,6 @@ def clean_output() -> Iterator[None]:
         for name, stream in clean_streams.items():
             if getattr(sys, name) is stream:
                 setattr(sys, name, streams[name])
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-            with contextlib.suppress(OSError, ValueError):
-                stream.detach()
+            for finish in (stream.flush, stream.detach):
+                with contextlib.suppress(OSError, ValueError):
+                    finish()
