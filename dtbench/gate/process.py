@@ -189,13 +189,7 @@ def environment_of(variables: Variables, arm_variables: Variables, path: Sequenc
         for name, value in os.environ.items()
         if name not in _JOB_VARIABLES and not name.startswith(_JOB_PREFIXES)
     }
-    return (
-        {"OMP_NUM_THREADS": "1"}
-        | env
-        | {"PYTHONPATH": os.pathsep.join(path)}
-        | dict(arm_variables)
-        | dict(variables)
-    )
+    return {"OMP_NUM_THREADS": "1", **env, "PYTHONPATH": os.pathsep.join(path), **arm_variables, **variables}
 
 
 def run_ranks(
