@@ -102,8 +102,7 @@ def choose(
     index, fastest = int(_smallest(typical[None])[0]), int(np.argmin(typical))
     low = high = None
     if len(times_s) > 1:
-        drawn = resample(relative, REPLICATES, np.random.default_rng(seed))
-        chosen = _smallest(np.median(drawn, axis=1))
+        chosen = _smallest(np.median(resample(relative, REPLICATES, np.random.default_rng(seed)), axis=1))
         bounds = {sizes[int(index)] for index in interval(chosen, INTERVAL, interpolated=False)}
         low, high = (min(bounds), max(bounds)) if len(bounds) > 1 else (None, None)
     edge = ""
@@ -126,5 +125,4 @@ def choose(
 
 def _smallest(times_s: npt.NDArray[np.float64]) -> npt.NDArray[np.intp]:
     """Returns for each replicate the index of the first size whose rate is within 5% of the best."""
-    best = times_s.min(axis=1, keepdims=True)
-    return np.asarray(np.argmax(best / times_s >= 1 - TOLERANCE, axis=1))
+    return np.asarray(np.argmax(times_s.min(axis=1, keepdims=True) / times_s >= 1 - TOLERANCE, axis=1))

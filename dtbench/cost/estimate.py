@@ -144,8 +144,9 @@ def _by_formula(dim: Dim, collective: str, size_bytes: int) -> CallEstimate:
     smallest, largest = dim.fitted_on.size_bytes
     factor = max(1.0, size_bytes / largest, smallest / size_bytes)
     half_width = max(math.log(dim.residuals.worst_ratio), EXTRAPOLATED_HALF_WIDTH) * (1 + math.log2(factor))
-    time_us = ring_us(collective, size_bytes, dim.ranks, dim)
-    return _with_half_width(time_us, half_width, factor, by_formula=True)
+    return _with_half_width(
+        ring_us(collective, size_bytes, dim.ranks, dim), half_width, factor, by_formula=True
+    )
 
 
 def _with_half_width(

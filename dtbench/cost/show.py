@@ -86,15 +86,17 @@ def print_validation(validation: Validation, as_json: bool = False) -> None:
     print_line(console, validation.title, style="bold")
     for group in validation.groups:
         print_line(console, "")
-        title = f"{group.name}: typical factor between predicted and measured times (1 is perfect)"
-        print_line(console, title, style="bold")
+        print_line(
+            console,
+            f"{group.name}: typical factor between predicted and measured times (1 is perfect)",
+            style="bold",
+        )
         _print_group(console, group, validation.models)
         if group.inside is not None:
-            share = (
-                f"{group.inside:.0%} of {group.points} values lie within the 90 % intervals of the topology"
-            )
             print_line(
-                console, share + ", which come from a single launch and are too narrow" * group.one_launch
+                console,
+                f"{group.inside:.0%} of {group.points} values lie within the 90 % intervals of the topology"
+                + ", which come from a single launch and are too narrow" * group.one_launch,
             )
         if group.beyond:
             print_line(console, f"{group.beyond} values have sizes outside the topology's tables")

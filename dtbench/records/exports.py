@@ -80,8 +80,9 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
     for key, results in group_by(timed, lambda result: result.case_key).items():
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
-        ends = interval_or_none(min(bounds), max(bounds)) or (None, None)
-        points.append(Point(key, median(times), *ends))
+        points.append(
+            Point(key, median(times), *(interval_or_none(min(bounds), max(bounds)) or (None, None)))
+        )
     return points
 
 

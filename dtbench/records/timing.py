@@ -78,8 +78,7 @@ def summarize(samples_s: Sequence[float]) -> Timing:
     """
     if not samples_s:
         raise ValueError("got no samples to summarize: expected at least one")
-    bad = next((s for s in samples_s if not math.isfinite(s) or s < 0), None)
-    if bad is not None:
+    if (bad := next((s for s in samples_s if not math.isfinite(s) or s < 0), None)) is not None:
         raise ValueError(f"got a sample of {bad} s: expected finite times of at least 0")
     figures = dict(zip(SHARES, timing_quantiles([float(s) for s in samples_s]), strict=True))
     return Timing(**figures, mean=math.fsum(samples_s) / len(samples_s), n=len(samples_s))

@@ -309,9 +309,12 @@ class CalibratedTopology(Struct, frozen=True, kw_only=True):
         """Returns the mesh dims as a table for notebooks."""
         import pandas as pd
 
-        plain = (str, int, float)
         rows = [
-            {name: value for name, value in structs.asdict(dim).items() if isinstance(value, plain)}
+            {
+                name: value
+                for name, value in structs.asdict(dim).items()
+                if isinstance(value, str | int | float)
+            }
             for dim in self.dims
         ]
         return str(pd.DataFrame(rows).to_html(index=False))

@@ -78,12 +78,15 @@ def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Tab
         screen: show only the most expensive collectives and the `extremes` of the ranks.
     """
     steps = defaultdict(lambda: 1, {rank.rank: rank.steps for rank in job.ranks if rank.steps})
-    candidates = (
-        _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
-        _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
-        _ranks(job, screen),
-    )
-    return [table for table in candidates if table.total_rows]
+    return [
+        table
+        for table in (
+            _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
+            _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
+            _ranks(job, screen),
+        )
+        if table.total_rows
+    ]
 
 
 def _table(title: str, job: Job, heads: str, rows: Sequence[Sequence[str]]) -> Table:

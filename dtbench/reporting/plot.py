@@ -40,23 +40,23 @@ def plot(results: Sequence[Result], suite: str | None, y: str, ax: Axes | None) 
         raise UsageError(f"y={y!r}: no result of {suites[0]} has one; expected time")
     varying, _ = split_params([case[0].params for case in cases])
     swept = "size" in varying
-    names = [" ".join([case[0].name, *_param_texts(case[0], varying)]) for case in cases]
-    rows = group_by(zip(names, cases, strict=True), lambda pair: pair[0])
+    rows = group_by(cases, lambda case: " ".join([case[0].name, *_param_texts(case[0], varying)]))
     height = 4.5 if swept else 1.5 + 0.22 * min(len(rows), MAX_ROWS)
     axes = ax or plt.subplots(figsize=(8, height), layout="constrained")[1]
     axes.set_title(suites[0])
     if swept:
         _curves(axes, [case for case in cases if "size" in case[0].params], varying, y)
     else:
-        _points(axes, {name: [case for _, case in pairs] for name, pairs in rows.items()}, y)
+        _points(axes, rows, y)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return axes
 
 
 def _param_texts(result: Result, varying: Sequence[str]) -> list[str]:
-    names = [name for name in varying if name != "size" and name in result.params]
-    return [param_text(name, result.params[name]) for name in names]
+    return [
+        param_text(name, result.params[name]) for name in varying if name != "size" and name in result.params
+    ]
 
 
 def _median(case: _Case, y: str) -> float:

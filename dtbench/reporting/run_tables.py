@@ -289,10 +289,14 @@ def _print_not_ok(console: Console, run: Run) -> None:
 
 
 def _run_json(run: Run) -> dict[str, object]:
-    results = [msgspec.to_builtins(r.without_samples()) for r in run.results]
-    for result in results:
-        for name in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s"):
-            del result[name]
+    results = [
+        {
+            name: value
+            for name, value in msgspec.to_builtins(result.without_samples()).items()
+            if name not in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s")
+        }
+        for result in run.results
+    ]
     return {
         "path": str(run.path),
         "complete": run.complete,

@@ -83,8 +83,7 @@ class Gradients:
             if result is None:
                 return f"tensor {k} of {len(results)} was never reduced"
             summed = sum_of_values(n, first.numel(), first.dtype, first.device, start=k)
-            wrong = mismatch(result, summed.chunk(n)[self.group.rank()], f"the shard of tensor {k}")
-            if wrong:
+            if wrong := mismatch(result, summed.chunk(n)[self.group.rank()], f"the shard of tensor {k}"):
                 return wrong
         return None
 
@@ -94,8 +93,10 @@ def bucketer_of(impl: str, bucket_bytes: int, tensors: list[torch.Tensor], n: in
     lists = [list(t.chunk(n)) for t in tensors] if impl in ("reference", "core_lists") else []
     if impl == "reference":
         return ReferenceBucketer(bucket_bytes / MIB), lists
-    hold_inputs = impl == "core_held"
-    return dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=hold_inputs), lists or tensors
+    return (
+        dtbench_core.ReduceScatterBucketer(bucket_bytes / MIB, hold_inputs=impl == "core_held"),
+        lists or tensors,
+    )
 
 
 def send_all(
@@ -135,15 +136,21 @@ def bucketed(impl: str, gradients: Gradients, bucket_bytes: int) -> Workload:
         run()
         return gradients.check(results)
 
-    close = getattr(bucketer, "teardown", None)
-    return Workload(run=run, check=check, counters=partial(counters_of, bucketer, run), close=close)
+    return Workload(
+        run=run,
+        check=check,
+        counters=partial(counters_of, bucketer, run),
+        close=getattr(bucketer, "teardown", None),
+    )
 
 
 def unbucketed(gradients: Gradients) -> Workload:
     group = gradients.group
     outputs = [torch.empty_like(t.chunk(group.size())[0]) for t in gradients.tensors]
-    pairs = zip(outputs, gradients.tensors, strict=True)
-    calls = [partial(reduce_scatter_single, *pair, group=group) for pair in pairs]
+    calls = [
+        partial(reduce_scatter_single, *pair, group=group)
+        for pair in zip(outputs, gradients.tensors, strict=True)
+    ]
     return uncopied(calls, outputs, lambda: gradients.check([*outputs]))
 
 
@@ -217,11 +224,14 @@ def bucketer(options: RunOptions) -> Iterator[Case]:
     if options.quick:
         sweeps = [("reduce_scatter", QUICK, SMALL_IMPLS)]
     elif options.sizes_chosen:
-        chosen = 64 * MIB, (256 * KIB,), options.sizes_bytes
-        sweeps = [("reduce_scatter_buckets", chosen, ("core", "limit"))]
+        sweeps = [
+            ("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), options.sizes_bytes), ("core", "limit"))
+        ]
     else:
-        small = ("reduce_scatter", SWEEPS[options.device_type], SMALL_IMPLS)
-        sweeps = [small, ("reduce_scatter_large", LARGE, LARGE_IMPLS)]
+        sweeps = [
+            ("reduce_scatter", SWEEPS[options.device_type], SMALL_IMPLS),
+            ("reduce_scatter_large", LARGE, LARGE_IMPLS),
+        ]
     for (mesh_dim, n), dtype_name, selected in itertools.product(
         shared_dims(options), options.dtypes, sweeps
     ):
@@ -234,11 +244,13 @@ def bucketer(options: RunOptions) -> Iterator[Case]:
                 "bucket_bytes": bucket_bytes,
                 "total_bytes": number * actual_bytes,
             }
-            build = partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes)
             yield Case(
                 name=name,
                 params={"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype_name, **sizes},
-                build={impl: partial(build, impl) for impl in impls},
+                build={
+                    impl: partial(build_impl, mesh_dim, number, count, dtype, bucket_bytes, impl)
+                    for impl in impls
+                },
                 size_bytes=sizes["total_bytes"],
                 busbw_factor=busbw_factor("reduce_scatter", n),
             )
@@ -251,6 +263,7 @@ def build_impl(
     if impl == "copy":
         return copy(torch.stack(gradients.tensors))
     if impl in ("packed", "limit"):
-        total_bytes = sum(t.nbytes for t in gradients.tensors)
-        return packed(gradients, bucket_bytes if impl == "packed" else total_bytes)
+        return packed(
+            gradients, bucket_bytes if impl == "packed" else sum(t.nbytes for t in gradients.tensors)
+        )
     return unbucketed(gradients) if impl == "unbucketed" else bucketed(impl, gradients, bucket_bytes)

@@ -107,41 +107,60 @@ class TimedCollective:
 
 def all_reduce(b: Buffers) -> TimedCollective:
     data = b.summed()
-    run = partial(dist.all_reduce, data, group=b.group)
-    return TimedCollective(run, lambda: data.copy_(b.summed()), data, b.sum)
+    return TimedCollective(
+        partial(dist.all_reduce, data, group=b.group), lambda: data.copy_(b.summed()), data, b.sum
+    )
 
 
 def all_gather(b: Buffers) -> TimedCollective:
     full, part = b.empty(b.count), b.moved(b.rank, parts=b.n)
-    run = partial(all_gather_single, full, part, group=b.group)
-    return TimedCollective(run, full.zero_, full, lambda: b.concatenate(lambda r: b.moved(r, parts=b.n)))
+    return TimedCollective(
+        partial(all_gather_single, full, part, group=b.group),
+        full.zero_,
+        full,
+        lambda: b.concatenate(lambda r: b.moved(r, parts=b.n)),
+    )
 
 
 def reduce_scatter(b: Buffers) -> TimedCollective:
     part, full = b.empty(b.count // b.n), b.summed()
-    run = partial(reduce_scatter_single, part, full, group=b.group)
-    return TimedCollective(run, part.zero_, part, lambda: b.own_shard(b.sum()))
+    return TimedCollective(
+        partial(reduce_scatter_single, part, full, group=b.group),
+        part.zero_,
+        part,
+        lambda: b.own_shard(b.sum()),
+    )
 
 
 def all_to_all(b: Buffers) -> TimedCollective:
     received, sent = b.empty(b.count), b.moved(b.rank)
-    run = partial(dist.all_to_all_single, received, sent, group=b.group)
     return TimedCollective(
-        run, received.zero_, received, lambda: b.concatenate(lambda r: b.own_shard(b.moved(r)))
+        partial(dist.all_to_all_single, received, sent, group=b.group),
+        received.zero_,
+        received,
+        lambda: b.concatenate(lambda r: b.own_shard(b.moved(r))),
     )
 
 
 def broadcast(b: Buffers) -> TimedCollective:
     data = b.moved(b.rank)
-    run = partial(dist.broadcast, data, group=b.group, group_src=0)
-    return TimedCollective(run, lambda: data.copy_(b.moved(b.rank)), data, partial(b.moved, 0))
+    return TimedCollective(
+        partial(dist.broadcast, data, group=b.group, group_src=0),
+        lambda: data.copy_(b.moved(b.rank)),
+        data,
+        partial(b.moved, 0),
+    )
 
 
 def scatter(b: Buffers) -> TimedCollective:
     part = b.empty(b.count // b.n)
     parts = list(b.moved(0).chunk(b.n)) if b.rank == 0 else None
-    run = partial(dist.scatter, part, parts, group=b.group, group_src=0)
-    return TimedCollective(run, part.zero_, part, lambda: b.own_shard(b.moved(0)))
+    return TimedCollective(
+        partial(dist.scatter, part, parts, group=b.group, group_src=0),
+        part.zero_,
+        part,
+        lambda: b.own_shard(b.moved(0)),
+    )
 
 
 _TIMED = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter)
@@ -155,8 +174,9 @@ def build(
     group = mesh_of_dim(world, mesh_dim).get_group()
     if groups == "alone" and 0 not in dist.get_process_group_ranks(group):
         return Workload(run=lambda: None, participates=False)
-    buffers = Buffers(group, group.rank(), group.size(), size_bytes // dtype.itemsize, dtype, world.device)
-    call = COLLECTIVES[collective](buffers)
+    call = COLLECTIVES[collective](
+        Buffers(group, group.rank(), group.size(), size_bytes // dtype.itemsize, dtype, world.device)
+    )
     return Workload(run=call.run, check=call.check)
 
 

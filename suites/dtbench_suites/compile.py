@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
+from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
 from dtbench_suites.data import BEFORE_213, Place, shared_dims, silence_torch, skip_cuda_gathers_on_gloo
 from dtbench_suites.tensor_parallel import (
@@ -198,10 +198,14 @@ def prepare_op(op: CompiledOp, place: Place, rows: int = ROWS, placements: str =
     put = place.part if op.converts else place.put
     inputs = [put(t, text).detach().requires_grad_() for t, text in zip(full, texts, strict=True)]
     reference_inputs = [t.requires_grad_() for t in ([t.detach().clone() for t in inputs] if local else full)]
-    names = ("the output", *(f"the gradient of input {i}" for i in range(len(inputs))))
-    expected = lambda backward: results_of(op.plain, reference_inputs, reference_inputs, backward)  # noqa: E731
-    part = texts[0] if op.converts and not local else "R"
-    return PreparedCall(op.make(place), tuple(inputs), tuple(inputs), expected, names, part)
+    return PreparedCall(
+        op.make(place),
+        tuple(inputs),
+        tuple(inputs),
+        expected=lambda backward: results_of(op.plain, reference_inputs, reference_inputs, backward),
+        names=("the output", *(f"the gradient of input {i}" for i in range(len(inputs)))),
+        plain_part=texts[0] if op.converts and not local else "R",
+    )
 
 
 def prepare_block(name: str, place: Place, batch: int = BATCH) -> PreparedCall:
@@ -220,10 +224,12 @@ def prepare_block(name: str, place: Place, batch: int = BATCH) -> PreparedCall:
         parallel = parallelize(place.impl, model, place.mesh)
     sharded_input, reference_input = (x.clone().requires_grad_() for _ in range(2))
     leaves = [reference_input, *reference.parameters()]
-    expected = lambda backward: results_of(reference, [reference_input], leaves, backward)  # noqa: E731
-    names = result_names(reference)
     return PreparedCall(
-        lambda x: parallel(x), (sharded_input,), (sharded_input, *parallel.parameters()), expected, names
+        lambda x: parallel(x),
+        (sharded_input,),
+        (sharded_input, *parallel.parameters()),
+        expected=lambda backward: results_of(reference, [reference_input], leaves, backward),
+        names=result_names(reference),
     )
 
 
@@ -282,8 +288,9 @@ def with_own_code(fn: Function) -> Function:
     def called(*inputs: Tensor) -> Any:
         return fn(*inputs)
 
-    code = called.__code__.replace()
-    return types.FunctionType(code, called.__globals__, "called", None, called.__closure__)
+    return types.FunctionType(
+        called.__code__.replace(), called.__globals__, "called", None, called.__closure__
+    )
 
 
 class CountingBackend:
@@ -394,20 +401,30 @@ def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=(2.3, 1.5))
 def compiled(options: RunOptions) -> Iterator[Case]:
-    programs: list[tuple[str, str, CompiledOp | str]] = [(op.name, op.placements, op) for op in OPS]
-    programs += [(name, "", name) for name in BLOCKS]
+    programs: list[tuple[str, str, CompiledOp | str]] = [
+        *((op.name, op.placements, op) for op in OPS),
+        *((name, "", name) for name in BLOCKS),
+    ]
     compile_samples = COMPILE_SAMPLES_QUICK if options.quick else COMPILE_SAMPLES
     for mesh_dim, n in shared_dims(options):
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
                 continue
-            params: dict[str, Param] = {"placements": placements, "mesh_dim": mesh_dim, "ranks": n}
             for backend, passes, call in variants(options, name):
-                build = partial(build_impl, program, mesh_dim, passes, backend, call)
                 yield Case(
                     name=name,
-                    params=params | {"backend": backend, "pass": passes, "call": call},
-                    build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
+                    params={
+                        "placements": placements,
+                        "mesh_dim": mesh_dim,
+                        "ranks": n,
+                        "backend": backend,
+                        "pass": passes,
+                        "call": call,
+                    },
+                    build={
+                        impl: partial(build_impl, program, mesh_dim, passes, backend, call, impl)
+                        for impl in ("core", "torch", "local")
+                    },
                     clock="host",
                     calls_per_sample=CALLS_PER_SAMPLE if call == CACHED else 1,
                     samples=None if call == CACHED else compile_samples,

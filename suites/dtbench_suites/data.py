@@ -136,8 +136,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def moved_values(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Returns the (count,) values that `rank` sends in a collective without arithmetic. Neighbouring ranks differ."""
-    index = torch.arange(31 * rank, 31 * rank + count, device=device)
-    return (index % MOVED_VALUES).to(dtype)
+    return (torch.arange(31 * rank, 31 * rank + count, device=device) % MOVED_VALUES).to(dtype)
 
 
 def summed_values(
@@ -157,8 +156,7 @@ def summed_values(
             f"{dtype} represents integers exactly up to {largest}: too few for a sum over {ranks} ranks; "
             "choose a wider --dtype"
         )
-    index = torch.arange(start, start + count, device=device)
-    return (index % SUMMED_VALUES + rank % 2).to(dtype)
+    return (torch.arange(start, start + count, device=device) % SUMMED_VALUES + rank % 2).to(dtype)
 
 
 def sum_of_values(

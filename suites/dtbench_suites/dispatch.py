@@ -174,11 +174,11 @@ class PlacedOp:
 
     def full_inputs(self, k: int) -> list[Tensor]:
         """Returns full inputs of small integers, which differ between inputs."""
-        results = []
-        for i, shape in enumerate(self.op.shapes(k)):
-            values = torch.arange(i, i + math.prod(shape), device=self.place.device, dtype=torch.float32)
-            results.append((values % 7 - 3).view(shape))
-        return results
+        options: dict[str, Any] = {"device": self.place.device, "dtype": torch.float32}
+        return [
+            (torch.arange(i, i + math.prod(shape), **options) % 7 - 3).view(shape)
+            for i, shape in enumerate(self.op.shapes(k))
+        ]
 
     def call(self, k: int) -> Callable[[], Any]:
         """Returns a call on new inputs whose local tensors have k rows.
@@ -219,8 +219,10 @@ class PlacedOp:
         want = as_tuple(self.op.fn(*inputs))
         partial_terms: Sequence[Tensor] = ()  # rank 0's terms of Partial outputs: the op on its local tensors
         if self.op.result.startswith("P"):
-            sources = self.op.input_placements("local")
-            local_inputs = [shard_of(t, text, 0, WORLD) for t, text in zip(inputs, sources, strict=True)]
+            local_inputs = [
+                shard_of(t, text, 0, WORLD)
+                for t, text in zip(inputs, self.op.input_placements("local"), strict=True)
+            ]
             partial_terms = as_tuple(self.op.fn(*local_inputs))
         for i, (g, w) in enumerate(zip(as_tuple(got), want, strict=True)):
             expected_local = partial_terms[i] if partial_terms else shard_of(w, self.op.result, 0, WORLD)
@@ -231,8 +233,9 @@ class PlacedOp:
                 return wrong
         if self.pass_ == BACKWARD:
             leaves = [t for t in inputs if t.requires_grad]
-            expected = torch.autograd.grad(want, leaves, [torch.ones_like(w) for w in want])
-            return self.check_gradients(gradients, expected)
+            return self.check_gradients(
+                gradients, torch.autograd.grad(want, leaves, [torch.ones_like(w) for w in want])
+            )
         return None
 
     def check_gradients(self, got: Sequence[Any], want: Sequence[Tensor]) -> str | None:
@@ -246,8 +249,7 @@ class PlacedOp:
                 text = f"S({first.dim})" if first.is_shard() else "R"
             elif self.place.impl == "local" and (self.op.result.startswith("P") or text == "R"):
                 continue  # the gradient of plain local tensors lacks the terms of the other ranks
-            wrong = self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}")
-            if wrong:
+            if wrong := self.compare(g, w, shard_of(w, text, 0, WORLD), text, f"gradient {i}"):
                 return wrong
         return None
 
@@ -387,9 +389,7 @@ def memory_per_call(make: Callable[[], object], count: int, name: str) -> dict[s
     bytes_before = resident_bytes()
     results += [make() for _ in range(count)]
     gc.collect()
-    bytes_after = resident_bytes()
-    del results
-    return {name: (bytes_after - bytes_before) / count}
+    return {name: (resident_bytes() - bytes_before) / count}
 
 
 def resident_bytes() -> int:
@@ -447,16 +447,19 @@ def case_of(
     floor: bool,
 ) -> Case:
     first = call == "first"
-    build = partial(build_impl, op, shape, pass_, first, options.quick)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and pass_ != BACKWARD and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
-    mesh = "x".join(map(str, shape))
-    params: dict[str, Param] = {"placements": op.placements, "mesh": mesh, "pass": pass_, "call": call}
+    params: dict[str, Param] = {
+        "placements": op.placements,
+        "mesh": "x".join(map(str, shape)),
+        "pass": pass_,
+        "call": call,
+    }
     return Case(
         name=op.name,
         params=params,
-        build={impl: partial(build, impl) for impl in impls},
+        build={impl: partial(build_impl, op, shape, pass_, first, options.quick, impl) for impl in impls},
         clock="host",
         busy=call == "busy",
         calls_per_sample=1 if first else CALLS_PER_SAMPLE[pass_],

@@ -200,8 +200,9 @@ def mlp(place: Place, pass_: str) -> Call:
     else:
         styles = parallel_api(place.impl)
         mesh = place.mesh if place.mesh.ndim == 1 else place.mesh[place.mesh.mesh_dim_names[-1]]  # type: ignore[index]
-        plan = {"up_proj": styles.ColwiseParallel(), "down_proj": styles.RowwiseParallel()}
-        styles.parallelize_module(model, mesh, plan)
+        styles.parallelize_module(
+            model, mesh, {"up_proj": styles.ColwiseParallel(), "down_proj": styles.RowwiseParallel()}
+        )
     return with_gradients(lambda: model(x), [x, *model.parameters()], pass_)
 
 

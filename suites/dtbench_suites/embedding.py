@@ -113,8 +113,9 @@ def by_table(
         full_tables: list[Tensor] = [nn.Parameter(table.clone()) for table in tables]
         return lambda: torch.stack([*map(F.embedding, own_indices, full_tables)]), full_tables
     api = dtensor_api(impl)
-    own_table = api.distribute_tensor(tables[mesh.get_local_rank()].clone(), rank_mesh, [api.Replicate()])
-    weight = nn.Parameter(own_table)
+    weight = nn.Parameter(
+        api.distribute_tensor(tables[mesh.get_local_rank()].clone(), rank_mesh, [api.Replicate()])
+    )
 
     def embed() -> Tensor:
         sent = api.DTensor.from_local(own_indices, mesh, [api.Shard(1)], run_check=False)
@@ -159,10 +160,8 @@ def build_impl(
     else:
         embed, weights = by_module(STYLES[sharding], impl, mesh, tables[0], own_indices)
     # (tables, lookups, width); each rank uses the part of its own lookups.
-    cotangent = torch.arange(table_count * lookups * width, device=world.device).view(
-        table_count, lookups, width
-    )
-    cotangent = (cotangent % SUMMED_VALUES).to(dtype)
+    values = torch.arange(table_count * lookups * width, device=world.device)
+    cotangent = (values % SUMMED_VALUES).to(dtype).view(table_count, lookups, width)
     own_cotangent = cotangent.chunk(n, dim=1)[rank].contiguous()
     output_cotangent = own_cotangent if sharding == "table-wise" else own_cotangent[0]
     step = step_of(embed, weights, output_cotangent if passes == FORWARD_BACKWARD else None)
@@ -195,9 +194,11 @@ def embedding(options: RunOptions) -> Iterator[Case]:
         for dtype, sharding, passes in itertools.product(
             options.dtypes, SHARDINGS, (FORWARD, FORWARD_BACKWARD)
         ):
-            build = partial(build_impl, sharding, mesh_dim, passes, shape, torch_dtype(dtype))
             yield Case(
                 name=sharding,
                 params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
+                build={
+                    impl: partial(build_impl, sharding, mesh_dim, passes, shape, torch_dtype(dtype), impl)
+                    for impl in ("core", "torch", WHOLE)
+                },
             )

@@ -103,11 +103,13 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     src, _, dst = change.partition("->")
     shape = shape_of(size, dtype_of_torch.itemsize, ranks)
     size = shape[0] * shape[1] * dtype_of_torch.itemsize
-    build = partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype_of_torch)
     return Case(
         name=change,
         params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
-        build={impl: partial(build, impl) for impl in ("core", "torch")},
+        build={
+            impl: partial(build_impl, (mesh_dim, groups), (src, dst), shape, dtype_of_torch, impl)
+            for impl in ("core", "torch")
+        },
         size_bytes=size,
         calls_per_sample=calls_per_sample_of(mode, size),
     )

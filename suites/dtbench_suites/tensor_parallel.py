@@ -77,8 +77,9 @@ class AddMM(ParallelModel):
         class ByColumns(api.ParallelStyle):  # type: ignore[misc]
             def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
                 for name, dim in (("weight", 1), ("bias", 0)):
-                    full = getattr(module, name).detach()
-                    cut = tensors.distribute_tensor(full, mesh, [tensors.Shard(dim)])
+                    cut = tensors.distribute_tensor(
+                        getattr(module, name).detach(), mesh, [tensors.Shard(dim)]
+                    )
                     module.register_parameter(name, nn.Parameter(cut))
                 return module
 
@@ -301,9 +302,11 @@ def tensor_parallel(options: RunOptions) -> Iterator[Case]:
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
         for dtype, block in itertools.product(options.dtypes, QUICK if options.quick else MODELS):
             for passes in PASSES[block]:
-                build = partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype))
                 yield Case(
                     name=block,
                     params={"mesh_dim": mesh_dim, "ranks": n, "pass": passes, "dtype": dtype, **sizes},
-                    build={impl: partial(build, impl) for impl in ("core", "torch", WHOLE)},
+                    build={
+                        impl: partial(build_impl, block, mesh_dim, passes, shape, torch_dtype(dtype), impl)
+                        for impl in ("core", "torch", WHOLE)
+                    },
                 )

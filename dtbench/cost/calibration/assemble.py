@@ -65,12 +65,12 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
             f"no ok results of the collectives suite in {setups.paths(runs)}: "
             "measure them with `dtbench run collectives`, then calibrate that file"
         )
-    dims, left_out = [], []
-    for dim in measured:
-        if reason := why_left_out(dim):
-            left_out.append(LeftOut(name=dim.name, ranks=dim.ranks, reason=reason))
-        else:
-            dims.append(calibrate_dim(dim))
+    left_out = [
+        LeftOut(name=dim.name, ranks=dim.ranks, reason=reason)
+        for dim in measured
+        if (reason := why_left_out(dim))
+    ]
+    dims = [calibrate_dim(dim) for dim in measured if why_left_out(dim) is None]
     if not dims:
         reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
         raise UsageError(f"no mesh dim of {setups.paths(runs)} can be calibrated ({reasons})")
@@ -164,15 +164,14 @@ def curve_of(call: CallTimes) -> MeasuredCurve:
         for i, (point, time_us) in enumerate(zip(call.points, rising(measured), strict=True))
         for bounds in [interval_or_none(float(min(low[i], time_us)), float(max(high[i], time_us)))]
     )
-    # A single size determines neither a line nor a slope.
-    fitted = _line(call.steady.thinned) | _end_bandwidth(call.thinned) if len(sizes) > 1 else {}
     return MeasuredCurve(
         dtype=call.dtype,
         size_bytes=(int(sizes.min()), int(sizes.max())),
         points=len(table),
         launches=len(launches),
         table=table,
-        **fitted,
+        # A single size determines neither a line nor a slope.
+        **(_line(call.steady.thinned) | _end_bandwidth(call.thinned) if len(sizes) > 1 else {}),
     )
 
 
@@ -184,8 +183,7 @@ def _end_bandwidth(call: CallTimes) -> dict[str, Any]:
     """
 
     def slope(times_us: Array) -> tuple[float]:
-        times = Curve(tuple(call.sizes), tuple(rising(times_us)))
-        return (times.end_slope() * GIB / 1e6,)  # seconds per GiB
+        return (Curve(tuple(call.sizes), tuple(rising(times_us))).end_slope() * GIB / 1e6,)  # seconds per GiB
 
     (end,), (bounds,) = slope(call.measured_us), intervals.fitted(call.points, slope)
     low, high = bounds or (end, end)
@@ -217,14 +215,19 @@ RingPoints = Sequence[tuple[str, SizeTimes]]  # collective, point
 
 
 def _ring_points(dim: MeasuredDim) -> RingPoints:
-    measured = [(name, dim.collectives[name]) for name in RING_COLLECTIVES if name in dim.collectives]
-    return [(name, point) for name, call in measured for point in call.steady.thinned.points]
+    return [
+        (name, point)
+        for name in RING_COLLECTIVES
+        if name in dim.collectives
+        for point in dim.collectives[name].steady.thinned.points
+    ]
 
 
 def _drops(dim: MeasuredDim, call: CallTimes) -> list[BandwidthDrop]:
     sizes, factor = [point.size_bytes for point in call.points], busbw_factor(call.name, dim.ranks)
-    times_s = [1e-6 * point.measured_us / factor for point in call.points]
-    return drops_of_curve(sizes, times_s, call.name, dim.name, "")
+    return drops_of_curve(
+        sizes, [1e-6 * point.measured_us / factor for point in call.points], call.name, dim.name, ""
+    )
 
 
 def _exclusion_note(dim: MeasuredDim, drop: BandwidthDrop) -> str:

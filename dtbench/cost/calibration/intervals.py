@@ -47,9 +47,10 @@ def new_launch(points: Sequence[SizeTimes], count: int = REPLICATES) -> Array:
     repeated = np.sum(np.isfinite(logs), axis=0) > 1
     if not repeated.any():
         return _repetitions(points, count, rng)
-    centre = np.nanmedian(logs, axis=0)
     deviations = _deviations(logs, repeated, count, rng)
-    return np.asarray(np.exp(centre + deviations[:, 0] - np.median(deviations[:, 1:], axis=1)))
+    return np.asarray(
+        np.exp(np.nanmedian(logs, axis=0) + deviations[:, 0] - np.median(deviations[:, 1:], axis=1))
+    )
 
 
 def fitted(
@@ -66,7 +67,6 @@ def fitted(
 def _deviations(logs: Array, repeated: NDArray[np.bool_], count: int, rng: np.random.Generator) -> Array:
     """Draws log deviations of launches: (count, 1 new launch + the number of measured launches, points)."""
     repeated_logs = logs[:, repeated]
-    launches = int(np.max(np.sum(np.isfinite(repeated_logs), axis=0)))
     deviations = repeated_logs - np.nanmean(repeated_logs, axis=0)
     present = np.isfinite(deviations).any(axis=1)
     effects = np.nanmean(deviations[present], axis=1)
@@ -78,7 +78,7 @@ def _deviations(logs: Array, repeated: NDArray[np.bool_], count: int, rng: np.ra
     scale[repeated] = _scale_by_size(residuals)
     pool = (residuals / scale[repeated])[np.isfinite(residuals)]
 
-    shape = (count, launches + 1)
+    shape = (count, 1 + int(np.max(np.sum(np.isfinite(repeated_logs), axis=0))))
     drawn_effects = rng.choice(effects, shape) * _student_factors(effects.size - 1, count, rng)[:, None]
     drawn_residuals = rng.choice(pool, (*shape, logs.shape[1])) * scale
     return np.asarray(

@@ -45,7 +45,6 @@ def setup_of(run: Run) -> dict[str, object]:
     header = run.header
     mesh, machine = header.mesh, header.machine
     order: dict[str, int] = {}
-    layout = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
     setup: dict[str, object] = {
         "backend": backend(header),
         "device type": device_type(header),
@@ -56,7 +55,7 @@ def setup_of(run: Run) -> dict[str, object]:
         setup["mesh"] = ", ".join(
             f"{name}={size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True)
         )
-        setup["hosts of the ranks"] = layout
+        setup["hosts of the ranks"] = [order.setdefault(host or "?", len(order)) for host in hosts_of(header)]
     return setup
 
 

@@ -12,11 +12,9 @@ The layout of groups on hosts comes from the hosts that the ranks reported and f
 inferred from the mesh's shape.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -91,22 +89,21 @@ class CallTimes:
         return sorted({launch for point in self.points for launch in point.launches})
 
     @cached_property
-    def steady(self) -> CallTimes:
+    def steady(self) -> "CallTimes":
         """The times without sizes at which the bandwidth drops, unless these are at least half of the sizes."""
         drops = bandwidth_drops(self.sizes.tolist(), self.measured_us.tolist())
         dropped = {float(self.sizes[index]) for drop in drops for index in drop}
         return self.only({*self.sizes} - dropped) if 2 * len(dropped) < len(self.points) else self
 
     @property
-    def thinned(self) -> CallTimes:
+    def thinned(self) -> "CallTimes":
         """The times at no more than `MAX_FITTED_SIZES` evenly chosen sizes, including both ends."""
         indices = np.linspace(0, len(self.points) - 1, min(MAX_FITTED_SIZES, len(self.points))).astype(int)
         return CallTimes(self.name, self.dtype, tuple(self.points[index] for index in indices))
 
-    def only(self, sizes: Iterable[float]) -> CallTimes:
+    def only(self, sizes: Collection[float]) -> "CallTimes":
         """Returns the times at these sizes."""
-        selected = set(sizes)
-        return dataclasses.replace(self, points=tuple(p for p in self.points if p.size_bytes in selected))
+        return dataclasses.replace(self, points=tuple(p for p in self.points if p.size_bytes in sizes))
 
 
 def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
@@ -218,8 +215,7 @@ def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
     times = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in seconds]) * 1e6
     valid = np.isfinite(times) & (times > 0)
     bounds = itertools.pairwise(itertools.accumulate(map(len, seconds), initial=0))
-    all_valid = bool(valid.all())
-    return [times[start:end] if all_valid else times[start:end][valid[start:end]] for start, end in bounds]
+    return [times[start:end][valid[start:end]] for start, end in bounds]
 
 
 Sharing = Literal["together", "alone"]
@@ -264,7 +260,7 @@ class MeasuredDim:
         """Yields the kind and the times of all calls."""
         return ((kind, call) for kind, calls in self.calls.items() for call in calls.values())
 
-    def map(self, change: Callable[[CallTimes], CallTimes]) -> MeasuredDim:
+    def map(self, change: Callable[[CallTimes], CallTimes]) -> "MeasuredDim":
         """Returns the dim with `change` applied to each call, without the calls that have no points after it."""
         return dataclasses.replace(
             self,
@@ -303,20 +299,20 @@ def _dim(
     name: str, groups: Groups, layout: DimLayout | None, results: LaunchResults, transitions: LaunchResults
 ) -> MeasuredDim:
     selected, sharing = _sharing(results)
-    slowest_over_fastest = _slowest_over_fastest(selected, groups) if sharing == "together" else 1.0
+    is_shared = sharing == "together"
     warnings: list[str] = []
-    host_layout = _host_layout(layout, slowest_over_fastest, warnings)
+    host_layout = _host_layout(
+        layout, _slowest_over_fastest(selected, groups) if is_shared else 1.0, warnings
+    )
     collectives = times_by_name(selected, groups, warnings)
-    contention = {}
-    if sharing == "together":
-        contention = _contention(collectives, times_by_name(_with_sharing(results, "alone"), groups, []))
+    alone = times_by_name(_with_sharing(results, "alone"), groups, []) if is_shared else {}
     return MeasuredDim(
         name,
         ranks=len(groups[0]),
         groups=len(groups),
         sharing=sharing,
         calls={COLLECTIVES: collectives, **_transitions(transitions, groups, warnings)},
-        contention=contention,
+        contention=_contention(collectives, alone),
         layout=host_layout,
         own_times=all(entry.result.rank_samples_s for entry in selected),
         warnings=tuple(warnings),
@@ -414,8 +410,7 @@ def _slowest_over_fastest(results: LaunchResults, groups: Groups) -> float:
     by_group = [samples_us(large, [group]) for group in groups]
     if not (complete := [row for row in zip(*by_group, strict=True) if all(samples.size for samples in row)]):
         return 1.0
-    estimates = np.array(quartiles([samples for row in complete for samples in row]))
-    estimates = estimates.reshape(len(complete), len(groups))
+    estimates = np.reshape(quartiles([samples for row in complete for samples in row]), (-1, len(groups)))
     ratios = np.log(estimates / np.median(estimates, axis=1, keepdims=True))
     typical = np.median(ratios, axis=0)
     slowest, fastest = int(np.argmax(typical)), int(np.argmin(typical))

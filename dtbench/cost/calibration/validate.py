@@ -133,16 +133,15 @@ class _Errors:
 
 def _scores(errors: Sequence[tuple[int, float]]) -> dict[str, Score]:
     sizes, logs = np.array([size for size, _ in errors]), np.array([log for _, log in errors])
-    scores = {}
-    for regime, (start, end) in REGIMES.items():
-        selected = logs[(sizes >= start) & (sizes < end)]
-        if selected.size:
-            scores[regime] = Score(
-                points=int(selected.size),
-                geometric_mean_ratio=float(np.exp(np.abs(selected).mean())),
-                median_error=float(np.median(np.abs(np.expm1(selected)))),
-            )
-    return scores
+    return {
+        regime: Score(
+            points=int(selected.size),
+            geometric_mean_ratio=float(np.exp(np.abs(selected).mean())),
+            median_error=float(np.median(np.abs(np.expm1(selected)))),
+        )
+        for regime, (start, end) in REGIMES.items()
+        if (selected := logs[(sizes >= start) & (sizes < end)]).size
+    }
 
 
 def score_runs(
@@ -194,14 +193,13 @@ def score_split(run: Run) -> Validation:
             "measure a range of sizes, e.g. 1KiB:1GiB:4x"
         )
     devices, guess = devices_per_host(run.header, device_type(run.header))
-    models = Models(fitted, run.header.mesh, devices)
     notes += version_warnings([run])
     if short_curves:
         notes.append(f"{short_curves} curves with fewer than {MIN_SIZES} sizes were left out")
     return Validation(
         models=MODELS,
         title=f"every second size of {run.path.name}, predicted from the other sizes",
-        groups=_scored(models, held_out, use_fitted=False),
+        groups=_scored(Models(fitted, run.header.mesh, devices), held_out, use_fitted=False),
         notes=(*notes, f"PyTorch's guess: {guess}"),
     )
 
@@ -234,8 +232,10 @@ def _scored(models: "Models", dims: Sequence[MeasuredDim], *, use_fitted: bool) 
                         group.outside_count += 1
                     elif expected.low_us < expected.high_us:
                         group.is_inside.append(expected.low_us <= measured <= expected.high_us)
-    order = sorted(errors, key=lambda name: (name != RING, name != OTHER, name))
-    return tuple(errors[name].group(name) for name in order)
+    return tuple(
+        errors[name].group(name)
+        for name in sorted(errors, key=lambda name: (name != RING, name != OTHER, name))
+    )
 
 
 def _group_name(kind: str, name: str) -> str:
@@ -330,8 +330,7 @@ class Models:
     def curve(self, dim: str, kind: str, name: str) -> MeasuredCurve | None:
         """Returns the curve of a collective or redistribution. kind: see `MeasuredDim.calls`."""
         calibrated = self.dims[dim]
-        curves = calibrated.collectives if kind == COLLECTIVES else calibrated.transitions.get(kind, {})
-        return curves.get(name)
+        return ({COLLECTIVES: calibrated.collectives} | calibrated.transitions).get(kind, {}).get(name)
 
     def by_constants_us(self, dim: str, kind: str, name: str, size_bytes: int) -> dict[str, float]:
         """Returns model -> microseconds of the models with a latency and a bandwidth per mesh dim."""

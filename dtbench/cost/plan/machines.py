@@ -274,8 +274,7 @@ class NodeLinks:
         groups = self.machine.gpus_per_node / per_node
         network = self.machine.network
         rate = network.GBps * 1e9 * (network.shared if per_node > 1 and groups > 1 else 1.0)
-        sent = copies * (ranks - 1) / ranks * size_bytes * groups
-        return sent / rate + hops * network.latency_us * 1e-6
+        return copies * (ranks - 1) / ranks * size_bytes * groups / rate + hops * network.latency_us * 1e-6
 
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
         """Predicts sending activations to the next pipeline stage. `tp` ranks have copies of them."""
@@ -300,8 +299,9 @@ class NodeLinks:
         # error of 8 % on H200, B300 and RTX PRO 6000.
         lower = measured[measured.index(upper) - 1]
         share = math.log(ranks / lower) / math.log(upper / lower)
-        us: float = curves[lower].us(size_bytes) ** (1 - share) * curves[upper].us(size_bytes) ** share
-        return us * 1e-6
+        return (
+            float(curves[lower].us(size_bytes) ** (1 - share) * curves[upper].us(size_bytes) ** share) * 1e-6
+        )
 
 
 def group_in_node(gpus_per_node: int, ranks: int, inner: int) -> int:

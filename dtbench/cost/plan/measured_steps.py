@@ -198,11 +198,19 @@ def read_table(path: Path) -> CsvTable:
                 f"{path}: unknown column {ascii(lines[0][1][index])[:40]}, expected some of "
                 f"{', '.join([*TITLES, *(title for titles in UNITS.values() for title in titles)])}"
             )
-    rows = []
-    for line, values in lines[1:]:
-        cells = {column: values[index] for column, index in indices.items() if index < len(values)}
-        filled = {column: text for column, text in cells.items() if text.lower() not in _EMPTY}
-        rows.append(CsvRow(path, line, filled, units))
+    rows = [
+        CsvRow(
+            path,
+            line,
+            {
+                column: values[index]
+                for column, index in indices.items()
+                if index < len(values) and values[index].lower() not in _EMPTY
+            },
+            units,
+        )
+        for line, values in lines[1:]
+    ]
     return CsvTable(
         path, frozenset(indices), rows, [title for title in lines[0][1] if _normalized(title) in _UNUSED]
     )
@@ -340,10 +348,11 @@ def _notes(
     }
     if missing := [f"{column} {value}" for column, value in assumed.items() if column not in table.columns]:
         yield f"not in the table, assumed: {', '.join(missing)}"
-    too_fast = 0
-    for step in steps:
-        peak = (FP8_PEAK if step.job.software.precision == "fp8" else 1) * machine.peak_tflops * 1e12
-        too_fast += model_flops(step.job) / step.job.gpus / step.time_s > peak
+    too_fast = sum(
+        model_flops(step.job) / step.job.gpus / step.time_s
+        > (FP8_PEAK if step.job.software.precision == "fp8" else 1) * machine.peak_tflops * 1e12
+        for step in steps
+    )
     if too_fast:
         yield f"{too_fast} of {len(steps)} rows exceed the peak FLOP/s of {machine.name}: check --machine"
     sources = {step.job.model.name: step.job.model.source for step in steps}

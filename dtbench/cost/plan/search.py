@@ -108,11 +108,10 @@ def search_layouts(job: TrainingJob, machine: MachineSpec, links: Links, limit_b
             f"layout ({layout.words()}) needs {format_bytes(memory.total)}; give more GPUs or more memory"
         )
     steps = {layout: predict_step(job, layout, machine, links) for layout in fitting}
-    # Equally fast layouts are sorted by memory.
-    ranked = sorted(fitting, key=lambda layout: (steps[layout].total_s, memories[layout].total))
     # Only the best layout of each split of the ranks, so that the list does not vary just the micro batch.
     best: dict[tuple[int, int, int, int], TrainingLayout] = {}
-    for layout in ranked:
+    # Equally fast layouts are sorted by memory.
+    for layout in sorted(fitting, key=lambda layout: (steps[layout].total_s, memories[layout].total)):
         best.setdefault((layout.tp, layout.pp, layout.dp, layout.fsdp), layout)
     return PlanFile(
         title=f"{job.model.name} on {job.gpus} GPUs of {machine.name}, {job.batch} sequences of {job.sequence} "

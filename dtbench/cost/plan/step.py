@@ -107,8 +107,8 @@ def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec,
     head = _head(job, layout, machine)
     send_s = 0.0
     if layout.pp > 1:
-        size = _tokens(job, layout) * job.model.hidden * ITEM
-        send_s = 2 * layout.chunks * links.send(size, layout.tp, layout.tp * layout.copies)
+        size_bytes = _tokens(job, layout) * job.model.hidden * ITEM
+        send_s = 2 * layout.chunks * links.send(size_bytes, layout.tp, layout.tp * layout.copies)
     layer_total_s = layer_s + exposed_s
     # The slowest stage is one with most layers, or the last one, which has the head.
     layers, extra_s = max(
@@ -267,9 +267,8 @@ def _data_parallel(
 
 
 def _optimizer(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> float:
-    shards = layout.copies if job.software.zero else layout.fsdp
     moved_bytes = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
-    return moved_bytes / shards / machine.bytes_per_s
+    return moved_bytes / (layout.copies if job.software.zero else layout.fsdp) / machine.bytes_per_s
 
 
 class _ByteCounter:
@@ -299,16 +298,20 @@ def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpe
     layers = job.model.layers * layout.micro_batches(job.batch)
 
     def layer_bytes(dim: str) -> float:
-        def is_selected(name: str, inner: int) -> bool:
-            return dim == ("ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp")
-
-        return layers * _in_layer(job, layout, _ByteCounter(is_selected), 0.0, 0.0)[0]
+        counter = _ByteCounter(
+            lambda name, inner: (
+                dim == ("ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp")
+            )
+        )
+        return layers * _in_layer(job, layout, counter, 0.0, 0.0)[0]
 
     def data_bytes(dim: str) -> float:
-        def is_selected(_name: str, inner: int) -> bool:
-            return dim == ("fsdp" if layout.fsdp > 1 and inner in (layout.tp, layout.ep) else "dp")
-
-        return _data_parallel(job, layout, machine, _ByteCounter(is_selected), 0.0)
+        counter = _ByteCounter(
+            lambda _name, inner: (
+                dim == ("fsdp" if layout.fsdp > 1 and inner in (layout.tp, layout.ep) else "dp")
+            )
+        )
+        return _data_parallel(job, layout, machine, counter, 0.0)
 
     sizes = {dim: layer_bytes(dim) for dim in ("tp", "cp", "ep")} | {
         dim: data_bytes(dim) for dim in ("fsdp", "dp")
@@ -349,8 +352,6 @@ def memory_of(job: TrainingJob, layout: TrainingLayout, fitted: FittedConstants 
     counts = stage_layers(job.model, layout.pp, fitted is not None and fitted.stages_by_cost)
     elements = stage_elements(job.model, layout, counts)
     zero = job.software.zero
-    optimizer_shards = layout.copies if zero >= 1 else layout.fsdp
-    gradient_shards = layout.copies if zero >= 2 else layout.fsdp
     gathered_weights = unsharded_gradients = 0.0
     if layout.fsdp > 1:
         # In a pipeline, weights stay gathered and gradients stay unsharded until the last micro batch.
@@ -359,8 +360,8 @@ def memory_of(job: TrainingJob, layout: TrainingLayout, fitted: FittedConstants 
         unsharded_gradients = layers
     return MemoryUse(
         WEIGHT * (elements / layout.fsdp + gathered_weights),
-        gradient * (elements / gradient_shards + unsharded_gradients),
-        OPTIMIZER * elements / optimizer_shards,
+        gradient * (elements / (layout.copies if zero >= 2 else layout.fsdp) + unsharded_gradients),
+        OPTIMIZER * elements / (layout.copies if zero >= 1 else layout.fsdp),
         (1.0 if fitted is None else fitted.activations) * _activations(job, layout, counts),
     )
 

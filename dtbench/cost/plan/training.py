@@ -114,8 +114,8 @@ _GATED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
 @functools.cache
 def built_in_models() -> Mapping[str, TransformerModel]:
     """Returns the models that are included in dtbench, by name."""
-    content = json.loads(resources.files("dtbench.cost.plan").joinpath("models.json").read_bytes())
-    return {name: make_model(f"model {name}", name, keys) for name, keys in content.items()}
+    content = (resources.files("dtbench.cost.plan") / "models.json").read_bytes()
+    return {name: make_model(f"model {name}", name, keys) for name, keys in json.loads(content).items()}
 
 
 def model_called(name: str) -> TransformerModel | None:

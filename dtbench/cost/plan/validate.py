@@ -101,13 +101,13 @@ def steps_file(
     verdict = [f"{_error_summary([row.error for row in rows])} over {plural(len(rows), 'row')}"]
     if in_order and any(" on " in row.label for row in rows):
         correct, pairs = sum(in_order), len(in_order)
-        verdict.append(
-            f"{correct} of {pairs} pairs of layouts predicted in the measured order ({correct / pairs:.1%})"
-        )
-        verdict.append(
-            f"the layout with the fastest prediction is slower than the fastest by {fmean(losses):.1%}, mean over "
-            f"{plural(len(losses), 'job')}; median {median(losses):.1%}; at most {max(losses):.1%}"
-        )
+        verdict += [
+            f"{correct} of {pairs} pairs of layouts predicted in the measured order ({correct / pairs:.1%})",
+            (
+                f"the layout with the fastest prediction is slower than the fastest by {fmean(losses):.1%}, mean over "
+                f"{plural(len(losses), 'job')}; median {median(losses):.1%}; at most {max(losses):.1%}"
+            ),
+        ]
     if is_inside := [row.low_s <= row.measured_s <= row.high_s for row in rows if row.low_s and row.high_s]:
         verdict.append(
             f"{sum(is_inside)} of {len(is_inside)} measured times inside the 90 % interval ({fmean(is_inside):.1%})"
@@ -122,14 +122,13 @@ def steps_file(
             f"memory: {_error_summary(memory_errors)}, bias {median(memory_errors):+.1%} over "
             f"{plural(len(memory_errors), 'row')}"
         )
-    reasons = [_left_out(reason, lines) for reason, lines in left_out.items()]
     if left_out:
         verdict.append(f"{plural(sum(map(len, left_out.values())), 'row')} left out:")
     return StepsFile(
         title=title,
         rows=tuple(rows),
         mean_error=fmean(abs(row.error) for row in rows),
-        verdict=(*verdict, *reasons, *notes),
+        verdict=(*verdict, *(_left_out(reason, lines) for reason, lines in left_out.items()), *notes),
     )
 
 
@@ -161,8 +160,8 @@ def validate_table(
         return _validate_collectives(table, machine, links, gpus)
     measured = read_steps(table, machine, sequence)
     steps = measured.steps
-    extrapolations = sorted({note for step in steps if (note := extrapolation(step.job, machine))})
-    notes = [*measured.notes, *extrapolations[:MAX_LINES_SHOWN]]
+    notes = list(measured.notes)
+    notes += sorted({note for step in steps if (note := extrapolation(step.job, machine))})[:MAX_LINES_SHOWN]
     if machine.fsdp and any(step.layout.fsdp > 1 for step in steps):
         notes.append(f"rows with FSDP are predicted with the constants of {machine.fsdp}")
     if machine.error is None:
@@ -303,8 +302,7 @@ def fit_machine(measured: MeasuredSteps, start: MachineSpec, source: str) -> tup
     steps = measured.steps
     if len(steps) < MIN_ROWS:
         raise UsageError(f"got {len(steps)} measured steps, expected at least {MIN_ROWS} to fit and to check")
-    start = structs.replace(start, fsdp="")
-    start = _with_stages(steps, _with_memory_constants(steps, start))
+    start = _with_stages(steps, _with_memory_constants(steps, structs.replace(start, fsdp="")))
     training_halves = halves(steps)
     fits = [_fitted(half, start)[0] for half in training_halves]
     test_halves = training_halves[::-1]
@@ -322,9 +320,8 @@ def fit_machine(measured: MeasuredSteps, start: MachineSpec, source: str) -> tup
         measured.notes,
         measured.left_out,
     )
-    machine, _ = _fitted(steps, start)
     return structs.replace(
-        machine,
+        _fitted(steps, start)[0],
         fitted_on=source,
         error=error_of([*kinds[0], *kinds[1]], [*ratios[0], *ratios[1]]),
         fitted_range=fitted_range,
@@ -383,8 +380,9 @@ def _fitted(steps: Sequence[MeasuredStep], start: MachineSpec) -> tuple[MachineS
         machine = machine_of(variables)
         links = NodeLinks(machine)
         predicted = [predict_step(step.job, step.layout, machine, links).total_s for step in steps]
-        errors = np.log(predicted) - times
-        return np.concatenate([errors * weights, (variables - _OFFSET) * TYPICAL_ERROR / changes])
+        return np.concatenate(
+            [(np.log(predicted) - times) * weights, (variables - _OFFSET) * TYPICAL_ERROR / changes]
+        )
 
     values = {**structs.asdict(start.fitted), **structs.asdict(start.network)}
     initial = np.log([max(values[name], MIN_START.get(name, 0.0)) for name in names])

@@ -108,8 +108,14 @@ def log_axis(
     low, high = min(values), max(values)
     margin = max((high / low) ** 0.05, 1.05)
     low, high = low / margin, high * margin
-    fitting = round_ticks(low, high) if high / low < 10 else _log_ticks(low, high)
-    return Axis(low, high, True, format_tick, ticks or fitting, title)
+    return Axis(
+        low,
+        high,
+        True,
+        format_tick,
+        ticks or (round_ticks(low, high) if high / low < 10 else _log_ticks(low, high)),
+        title,
+    )
 
 
 def size_axis(sizes: Sequence[int], title: str) -> Axis:

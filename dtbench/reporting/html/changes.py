@@ -58,8 +58,11 @@ class Changes:
     def tallies(self) -> list[tuple[Verdict, int, str]]:
         """(verdict, number of cases, anchor of the first one) for each verdict."""
         verdicts = [change.verdict for change in self.changes]
-        present = [verdict for verdict in Verdict if verdict in verdicts]
-        return [(word, verdicts.count(word), f"{ROW}{verdicts.index(word)}") for word in present]
+        return [
+            (verdict, verdicts.count(verdict), f"{ROW}{verdicts.index(verdict)}")
+            for verdict in Verdict
+            if verdict in verdicts
+        ]
 
 
 # Outcome -> (shape, headline).
@@ -82,7 +85,6 @@ def _sorted(changes: Sequence[ComparedCase]) -> tuple[ComparedCase, ...]:
 
 def changes_of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) -> Changes:
     """Returns the changes of a comparison of runs."""
-    changes = _sorted(comparison.rows)
     is_single = comparison.has_single_launches and not comparison.has_changes
     undecided = "machines" if comparison.machines_differ else "single" if is_single else "inconclusive"
     outcomes = {
@@ -91,7 +93,6 @@ def changes_of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) ->
         errors.EXIT_INCONCLUSIVE: undecided,
         errors.EXIT_NOTHING: "nothing",
     }
-    outcome = outcomes[comparison.exit_code]
     thresholds = (
         (
             f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test with p < {MAX_P:g}, "
@@ -105,7 +106,14 @@ def changes_of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) ->
         "The ratio is the Hodges-Lehmann estimate, the median over all pairs of launches, so it may differ from the "
         "ratio of the medians."
     )
-    return Changes(changes, outcome, thresholds, bounds, comparison.notes, ends=ends)
+    return Changes(
+        _sorted(comparison.rows),
+        outcomes[comparison.exit_code],
+        thresholds,
+        bounds,
+        comparison.notes,
+        ends=ends,
+    )
 
 
 def changes_of_gate(gate: Gate) -> Changes:
@@ -127,16 +135,28 @@ def changes_of_gate(gate: Gate) -> Changes:
         (side, ", ".join(f"{k} {v}" for k, v in asdict(arm).items() if v)) for side, arm in arms.items()
     )
     notes = (*(f"Untrusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
-    undecided = "untrusted" if gate.trust.reasons else "inconclusive"
-    outcomes = {0: "ok", 1: "slower", 3: undecided, 4: "missing", 5: "failed"}
+    outcomes = {
+        0: "ok",
+        1: "slower",
+        3: "untrusted" if gate.trust.reasons else "inconclusive",
+        4: "missing",
+        5: "failed",
+    }
     bounds = (
         "The ratio is the Hodges-Lehmann estimate over pairs of launches, with one-sided bounds at 95 %. The time of "
         "head is the median of base times this ratio."
     )
-    changes = _sorted(gate.benchmarks)
     names = tuple((arm.arm or arm.commit or "").removeprefix("rev:") for arm in arms.values())
-    named = names if all(names) else ()
-    return Changes(changes, outcomes[gate.exit_code], thresholds, bounds, notes, gate.notes, sides, named)
+    return Changes(
+        _sorted(gate.benchmarks),
+        outcomes[gate.exit_code],
+        thresholds,
+        bounds,
+        notes,
+        gate.notes,
+        sides,
+        names if all(names) else (),
+    )
 
 
 def observations_of(case: ComparedCase) -> str:

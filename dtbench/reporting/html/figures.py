@@ -330,7 +330,6 @@ def dots(
                 paint=partial(_paint_dots, rows, styles, x, intervals),
             )
         )
-    present = {series for rows in panels.values() for row in rows for series in row.values}
     all_rows = [(title, row) for title, rows in panels.items() for row in rows]
     if len(all_rows) == 1 and not intervals:
         folded = folded or f"{all_rows[0][0]}: {all_rows[0][1].label}"
@@ -339,15 +338,16 @@ def dots(
         for field_name in ("label", "note")
     )
     columns = 1 if intervals or sum(words_px) > WIDTHS_PX[2] / 2 else 2
-    shown = shown if columns > 1 else 1
-    return Figure(caption, _legend(name, styles, present, False), drawn, columns, shown, folded)
+    legend = _legend(name, styles, {series for _, row in all_rows for series in row.values}, False)
+    return Figure(caption, legend, drawn, columns, shown if columns > 1 else 1, folded)
 
 
 def _paint_dots(
     rows: Sequence[DotRow], styles: Mapping[str, Style], x: Axis, intervals: bool, canvas: Canvas
 ) -> None:
-    labels, notes = [row.label for row in rows], [row.note for row in rows]
-    axes = _rows_in(canvas, labels, notes, "muted", 42 if x.title else 28)
+    axes = _rows_in(
+        canvas, [row.label for row in rows], [row.note for row in rows], "muted", 42 if x.title else 28
+    )
     if intervals:
         axes.axvline(1, color=STAND_IN["ink"], linewidth=1.0, zorder=1.5)
     for row_index, row in enumerate(rows):
@@ -471,8 +471,9 @@ def box_styles(order: Sequence[str]) -> dict[str, Style]:
 def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: float) -> Axes:
     """Adds axes with margins in pixels."""
     width, height = 72 * canvas.get_size_inches()
-    size = 1 - (left + right) / width, 1 - (top + bottom) / height
-    axes = canvas.add_axes((left / width, bottom / height, *size))
+    axes = canvas.add_axes(
+        (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
+    )
     axes.tick_params(length=3, pad=4)
     return axes
 
@@ -480,9 +481,15 @@ def _axes_in(canvas: Canvas, *, left: float, right: float, top: float, bottom: f
 def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: str, bottom: float) -> Axes:
     """Adds axes with labels at the left and notes at the right of each row. Long labels are cut."""
     max_characters = round(CHARACTERS_PER_PX * 72 * canvas.get_size_inches()[0])
-    labels, notes = [_cut(plain(label), max_characters) for label in labels], list(map(plain, notes))
-    left, right = max(map(text_px, labels)) + 10, max(*map(text_px, notes), 12) + 12
-    axes = _axes_in(canvas, left=left, right=right, top=6, bottom=bottom)
+    labels, notes = list(map(plain, labels)), list(map(plain, notes))
+    labels = [text if len(text) <= max_characters else text[: max_characters - 1] + "…" for text in labels]
+    axes = _axes_in(
+        canvas,
+        left=max(map(text_px, labels)) + 10,
+        right=max(*map(text_px, notes), 12) + 12,
+        top=6,
+        bottom=bottom,
+    )
     for row, text in enumerate(notes):
         axes.annotate(
             text,
@@ -498,10 +505,6 @@ def _rows_in(canvas: Canvas, labels: Sequence[str], notes: Sequence[str], ink: s
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0, labelcolor=STAND_IN["ink"], labelsize=FONT_PX)
     return axes
-
-
-def _cut(text: str, max_characters: int) -> str:
-    return text if len(text) <= max_characters else text[: max_characters - 1] + "…"
 
 
 def _legend(

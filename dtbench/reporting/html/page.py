@@ -179,8 +179,9 @@ def render_template(name: str, **context: object) -> str:
         lstrip_blocks=True,
         finalize=_visible,
     )
-    css = Markup((TEMPLATES / "page.css").read_text("utf-8"))
-    return environment.get_template(name).render(**context, css=css)
+    return environment.get_template(name).render(
+        **context, css=Markup((TEMPLATES / "page.css").read_text("utf-8"))
+    )
 
 
 def _visible(value: object) -> object:

@@ -89,9 +89,10 @@ class Sources:
 
     @property
     def is_empty(self) -> bool:
-        supplements = ("baseline", "notes", "peaks", "analysis")
         return not any(
-            getattr(self, source.name) for source in fields(self) if source.name not in supplements
+            getattr(self, source.name)
+            for source in fields(self)
+            if source.name not in ("baseline", "notes", "peaks", "analysis")
         )
 
 
@@ -222,10 +223,9 @@ def _line(run: Run) -> HistoryLine:
             label = f"{result.suite} {result.name} {params} [{result.impl}]"
             times.setdefault(label, []).append(result.estimate_s)
     started = run.header.started or run.path.stem
-    revision = started[5:16].replace("T", " ") if run.header.started else started
     return HistoryLine(
         machine={},
         time=started,
-        revision=revision,
+        revision=started[5:16].replace("T", " ") if run.header.started else started,
         times_s={label: median(launch_times) for label, launch_times in times.items()},
     )

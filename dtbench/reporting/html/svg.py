@@ -102,17 +102,19 @@ def _adopt(svg: str, width: float, height: float, prefix: str, title: str, desc:
     body = re.sub(r"<style\b.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     referred_to = {href or url for href, url in _REFERENCE.findall(body)}
     body = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in referred_to else "", body)
-    body = re.sub(r'\bid="([^"]*)"', rf'id="{prefix}-\1"', body)
-    body = re.sub(r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"', body)
-    body = re.sub(r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)", body)
-    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
-    body = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", body)
+    for pattern, replacement in (
+        (r'\bid="([^"]*)"', rf'id="{prefix}-\1"'),
+        (r'\bxlink:href="#([^"]*)"', rf'href="#{prefix}-\1"'),
+        (r"url\(#([^)]*)\)", rf"url(#{prefix}-\1)"),
+        (r"font-family: [^;\"]*;? ?", ""),
+        (r' transform="rotate\(-0 [^"]*\)"', ""),
+        (r">\s+<", "><"),
+        *((stand_in, f"var(--{name})") for name, stand_in in STAND_IN.items()),
+    ):
+        body = re.sub(pattern, replacement, body)
     body = re.sub(
         r'(?<= )(d|x|y|transform)="[^"]*"', lambda m: _LONG_NUMBER.sub(lambda n: n[1] or " ", m[0]), body
     )
-    body = re.sub(r">\s+<", "><", body)
-    for name, stand_in in STAND_IN.items():
-        body = body.replace(stand_in, f"var(--{name})")
     opening = f'<svg class="plot" viewBox="0 0 {width:g} {height:g}"'
     if not title:
         return f'{opening} aria-hidden="true">{body}</svg>'

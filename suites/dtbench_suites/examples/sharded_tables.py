@@ -89,8 +89,9 @@ def check_parts(tensor: DTensor, boxes: list[Box], full: torch.Tensor) -> None:
     expect(isinstance(local, LocalShardsWrapper), "to_local returns the wrapper")
     assert isinstance(local, LocalShardsWrapper)
     expect(len(local.shards) == len(boxes), "the number of shards")
-    local_parts = zip(boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True)
-    for box, shard, size, offset in local_parts:
+    for box, shard, size, offset in zip(
+        boxes, local.shards, local.shard_sizes, local.shard_offsets, strict=True
+    ):
         expect(torch.equal(shard, box.of(full)), f"the values of {box}")
         expect(size == (box.rows, box.columns) and offset == (box.row, box.column), f"the place of {box}")
 
@@ -118,9 +119,9 @@ def show_tables(device: torch.device, folder: str) -> None:
     full_tables = [table(number, device) for number in range(RANKS)]
     tables = {}
     for owner, full in enumerate(full_tables):
-        local: torch.Tensor = torch.empty(0, device=device)
-        if rank == owner:
-            local = LocalShardsWrapper([full.clone()], [(0, 0)])
+        local = (
+            LocalShardsWrapper([full.clone()], [(0, 0)]) if rank == owner else torch.empty(0, device=device)
+        )
         mesh = DeviceMesh(device.type, torch.tensor([owner]))
         tables[f"table {owner}"] = DTensor.from_local(
             local, mesh, [Replicate()], run_check=False, shape=full.shape, stride=full.stride()
@@ -146,8 +147,9 @@ def show_tables(device: torch.device, folder: str) -> None:
 def main() -> None:
     names = (*SHARDINGS, TABLE_WISE)
     parser = argparse.ArgumentParser("sharded_tables", description=__doc__.split("\n", 1)[0])
-    help_text = "the sharding; may be repeated"
-    parser.add_argument("-e", "--example", choices=names, action="append", help=help_text)
+    parser.add_argument(
+        "-e", "--example", choices=names, action="append", help="the sharding; may be repeated"
+    )
     chosen = parser.parse_args().example or names
     with launched("sharded_tables", RANKS) as device:
         for name in chosen:

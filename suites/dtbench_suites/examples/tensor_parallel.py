@@ -48,8 +48,10 @@ def main() -> None:
         expect(torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5), "the losses")
         for (name, sharded), parameter in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert isinstance(sharded, DTensor)
-            is_close = torch.allclose(sharded.full_tensor(), parameter, rtol=1e-4, atol=1e-5)
-            expect(is_close, f"{name} after {STEPS} steps")
+            expect(
+                torch.allclose(sharded.full_tensor(), parameter, rtol=1e-4, atol=1e-5),
+                f"{name} after {STEPS} steps",
+            )
         print_rank0("tensor_parallel: right")
 
 

@@ -26,9 +26,8 @@ def step(gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def main() -> None:
     with launched("wait_on_use", RANKS) as device:
-        rank = dist.get_rank()
         x = torch.eye(3, device=device) * 2
-        gradient = torch.full((4,), float(rank), device=device)
+        gradient = torch.full((4,), float(dist.get_rank()), device=device)
         mean, meanwhile = step(gradient, x)
         expect(torch.equal(mean, torch.full_like(mean, (RANKS - 1) / 2)), "the mean, eager")
         expect(torch.equal(meanwhile, x @ x), "the computation, eager")

@@ -65,9 +65,9 @@ def _headline(section: ReportSection, material: Material, cases: Sequence[Report
 
 def _throughput(section: ReportSection, cases: Sequence[ReportCase]) -> Figure | None:
     """Draws throughput over bucket size, with a panel per mesh dim and size of the small tensors."""
-    ordered = sorted(cases, key=lambda c: (c.number("tensor_bytes"), c.number("bucket_bytes")))
     groups = group_by(
-        ordered, lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name)
+        sorted(cases, key=lambda c: (c.number("tensor_bytes"), c.number("bucket_bytes"))),
+        lambda c: (c.get("mesh_dim"), c.number("tensor_bytes"), c.get("dtype"), c.name),
     )
     panels, impls = [], {impl for c in cases for impl in c.impls}
     for (dim, tensor, dtype, name), members in groups.items():
@@ -99,8 +99,13 @@ def _bucket_table(all_cases: Sequence[ReportCase]) -> Table:
     def counter(name: str) -> list[float | None]:
         return [c.impls["core"].counters.get(name) if "core" in c.impls else None for c in cases]
 
-    params = {"mesh_dim": "Mesh dim", "dtype": "Dtype"}
-    params |= {"tensor_bytes": "Tensor", "bucket_bytes": "Bucket", "total_bytes": "Total"}
+    params = {
+        "mesh_dim": "Mesh dim",
+        "dtype": "Dtype",
+        "tensor_bytes": "Tensor",
+        "bucket_bytes": "Bucket",
+        "total_bytes": "Total",
+    }
     return Table(
         "Every bucket size and tensor size",
         [

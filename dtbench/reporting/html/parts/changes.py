@@ -31,8 +31,9 @@ def _intervals(section: ReportSection, changes: Changes) -> Figure | None:
     """Draws all cases that changed or may have changed, and others if there is room; the slowest first."""
     comparable = [c for c in changes.changes if c.ratio and c.change_threshold]
     changed = sum(c.verdict != Verdict.SAME for c in comparable)
-    max_drawn = max(min(changed, MOST_CHANGED), MOST_INTERVALS)
-    drawn = section.capped(comparable, "cases, the gravest first", max_drawn)
+    drawn = section.capped(
+        comparable, "cases, the gravest first", max(min(changed, MOST_CHANGED), MOST_INTERVALS)
+    )
     values = {name: {c.params.get(name) for c in drawn} for c in drawn for name in c.params}
     several = len({c.impl for c in drawn}) > 1
     rows = []

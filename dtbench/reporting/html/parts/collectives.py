@@ -130,8 +130,12 @@ def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapp
         rate = case.only.busbw_Bps or 0.0
         limit_text = f" of {format_bandwidth(limits[dim])}, {rate / limits[dim]:.0%}" if dim in limits else ""
         groups = f", groups {case.get('groups')}" if case.get("groups") else ""
-        words = f"over {dim}{limit_text}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}"
-        section.headlines.append((format_bandwidth(rate), words))
+        section.headlines.append(
+            (
+                format_bandwidth(rate),
+                f"over {dim}{limit_text}: bus bandwidth of {case.name} at {format_size(case.only.size_bytes)}{groups}",
+            )
+        )
         best.append(f"{format_bandwidth(rate)} over {dim}{limit_text.replace(',', ' or')}")
     if best:
         section.outcome = f"{reduces[0].name} reaches {', '.join(best[:3])}"
@@ -165,8 +169,9 @@ def _bandwidths(
             }
         )
         for curve in list(series):
-            times = [size / rate for size, rate in zip(curve.x, curve.y, strict=True)]
-            for drop in bandwidth_drops(curve.x, times):
+            for drop in bandwidth_drops(
+                curve.x, [size / rate for size, rate in zip(curve.x, curve.y, strict=True)]
+            ):
                 series += lines({DROPPED: [(curve.x[i], curve.y[i]) for i in drop]})
         series += [
             DrawnCurve(label, ends, [rate] * 2)

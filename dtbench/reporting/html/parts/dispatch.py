@@ -49,10 +49,9 @@ def fill(section: ReportSection, material: Material) -> None:
                 section, of_kind, f"cached call ({kind})", f"For cached {kind}, the"
             )
         note_slow_floors(section, cached)
-        grouped = group_by(cached, lambda c: (c.get("mesh"), c.get("pass")))
         add_dots(
             section,
-            {f"mesh {mesh}, {direction}": members for (mesh, direction), members in grouped.items()},
+            group_by(cached, lambda c: f"mesh {c.get('mesh')}, {c.get('pass')}"),
             lambda c: f"{c.name} {c.get('placements')}".strip(),
             f"Time per call, cached, with a line to the upper quartile{ratio_caption(cached)}.",
             first=[f"{name} {placements}" for name, placements in SINGLE_OPS.items()],

@@ -69,11 +69,10 @@ def summary(material: Material) -> list[str]:
     cases = material.cases(*material.suites)
     launches = len({(run.header.run_id, r.launch) for run in runs for r in run.results})
     torch = f", torch {header.versions['torch']}" if header.versions.get("torch") else ""
-    sentence = (
-        f"{plural(len(cases), 'case')} in {plural(launches, 'launch')} on {hardware(header)}{torch}. "
-        f"{_world(runs)}"
-    )
-    return [sentence, *([CORE_IS] if any({"core", "torch"} <= case.impls.keys() for case in cases) else [])]
+    return [
+        f"{plural(len(cases), 'case')} in {plural(launches, 'launch')} on {hardware(header)}{torch}. {_world(runs)}",
+        *([CORE_IS] if any({"core", "torch"} <= case.impls.keys() for case in cases) else []),
+    ]
 
 
 def _world(runs: Sequence[Run]) -> str:

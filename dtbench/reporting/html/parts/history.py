@@ -53,9 +53,9 @@ def _change(points: list[tuple[int, float]]) -> float | None:
 
 
 def _figure(section: ReportSection, index: int, history: History, times: Times) -> Figure | None:
-    drawn = {label: points for label, points in times.items() if len(points) >= FEWEST}
+    drawn = [(label, points) for label, points in times.items() if len(points) >= FEWEST]
     panels, names = [], _short(list(times))
-    for label, points in section.capped(list(drawn.items()), "benchmarks by change", MOST_PANELS):
+    for label, points in section.capped(drawn, "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
         curve = DrawnCurve("time", [float(index) for index, _ in points], values)
         panels.append(CurvePanel(names[label], [curve], level=_baseline(points), y=close_axis(values)))

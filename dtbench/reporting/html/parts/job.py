@@ -84,8 +84,9 @@ def _bandwidths(job: Job, topology: CalibratedTopology | None) -> Figure | None:
         for topology_dim in topology.dims if topology and name in looks else ():
             if topology_dim.name == dim and (curve := topology_dim.collectives.get(name)):
                 rate = 1e6 * busbw_factor(name, topology_dim.ranks)
-                line = [(float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table]
-                points[dim][f"{name}, calibrated"] = [*line]
+                points[dim][f"{name}, calibrated"] = [
+                    (float(row.size_bytes), rate * row.size_bytes / row.time_us) for row in curve.table
+                ]
     return curves(
         "inJob",
         [CurvePanel(dim, lines(dim_points)) for dim, dim_points in points.items()],

@@ -98,9 +98,8 @@ def times_over_size(
     fitted = {dim.name: dim for dim in (topology.dims if topology else ())}
     raw = group_by(collectives, lambda c: (str(c.get("mesh_dim")), c.name))
     of_libraries = group_by(moved, lambda c: (str(c.get("mesh_dim")), c.name))
-    dims = distinct([*(dim for dim, _ in (*raw, *of_libraries)), *fitted])
     panels = []
-    for dim in dims:
+    for dim in distinct([*(dim for dim, _ in (*raw, *of_libraries)), *fitted]):
         tables = fitted[dim].collectives if dim in fitted else {}
         for name in distinct([*TRANSITION, *RING_COLLECTIVES, *tables]):
             transition = TRANSITION.get(name, "")
@@ -243,8 +242,10 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
         f"{topology.base_latency_us:g} µs, a latency per hop, and the bytes over one bandwidth per mesh dim. Here its "
         f"two constants are fitted to the measured times{hosts}."
     )
-    section.notes += [f"{d.name}: {w}." for d in topology.dims for w in d.warnings]
-    section.notes += [f"{d.name} has no constants: {d.reason}." for d in topology.left_out]
+    section.notes += [
+        *(f"{d.name}: {w}." for d in topology.dims for w in d.warnings),
+        *(f"{d.name} has no constants: {d.reason}." for d in topology.left_out),
+    ]
     section.add(_residuals(topology), _constants(topology))
     errors = []
     for dim in topology.dims if topology.backend == "nccl" else ():

@@ -187,10 +187,9 @@ def tensor_parallel(section: ReportSection, material: Material) -> None:
         + (f"“{WHOLE}” is the plain model with all the work on one rank, not a floor. " if has_whole else "")
         + compare_core_with_torch(section, cases, "block", "The")
     )
-    grouped = group_by(cases, lambda c: (c.get("pass"), c.get("dtype")))
     add_dots(
         section,
-        {f"{direction}, {dtype}": members for (direction, dtype), members in grouped.items()},
+        group_by(cases, lambda c: f"{c.get('pass')}, {c.get('dtype')}"),
         lambda c: f"{c.name}, {c.get('mesh_dim')} of {c.get('ranks')}",
         f"Time per step{ratio_caption(cases)}.",
     )
@@ -238,7 +237,6 @@ def other_suites(claimed: Collection[str]) -> Part:
 def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
     """Returns a table with a column per param, and time, median, upper quartile and bandwidth per implementation."""
     cases = all_cases[:MAX_ROWS]
-    params = {param: param for c in cases for param in c.params}
     spans = [
         (f"{impl}, {name}", [getattr(c.impls[impl], f"{name}_s") if impl in c.impls else None for c in cases])
         for impl in impls_of(cases)
@@ -247,7 +245,7 @@ def _generic(caption: str, all_cases: Sequence[ReportCase]) -> Table:
     return Table(
         caption,
         [
-            *case_columns(cases, "Case", params),
+            *case_columns(cases, "Case", {param: param for c in cases for param in c.params}),
             *time_columns(cases),
             *columns.times(spans),
             *bandwidth_columns(cases),
