@@ -2,8 +2,7 @@
 
 Reading order:
 
-- `times`: times per size and launch,
-- `dims`: times per mesh dim,
+- `times`: times per size and launch, and those of each mesh dim,
 - `fit`: fits of lines and monotone curves,
 - `intervals`: the times that a new launch may measure,
 - `assemble`: `calibrate`,
