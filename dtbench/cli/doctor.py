@@ -47,7 +47,10 @@ def print_findings(findings: "Sequence[MachineFinding]", as_json: bool = False) 
     )
     noisy = [finding for finding in findings if finding.ok is False]
     for finding in noisy:
-        print_line(console, f"{finding.check}: {finding.got}")
-        print_line(console, f"    effect: {finding.effect}")
-        print_line(console, f"    remedy: {finding.remedy}")
+        for line in (
+            f"{finding.check}: {finding.got}",
+            f"    effect: {finding.effect}",
+            f"    remedy: {finding.remedy}",
+        ):
+            print_line(console, line)
     print_line(console, f"{len(noisy)} of {len(findings)} checks found a source of noise")

@@ -5,7 +5,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -21,7 +20,6 @@ from dtbench.engine.options import (
 from dtbench.errors import UsageError
 from dtbench.suite.registry import read_builtin
 
-_C = TypeVar("_C", bound=Callable[..., object])
 _Words = tuple[tuple[str, ...], dict[str, str]]  # suites, and the options that suites declare
 
 # Options that may change with --resume, since no result depends on them.
@@ -125,7 +123,7 @@ _OPTIONS = (
 )
 
 
-def _add_run_options(command: _C) -> _C:
+def _add_run_options(command: Callable[..., object]) -> Callable[..., object]:
     """Adds the options of `run`, which `list` has, too."""
     for option in reversed(_OPTIONS):
         command = option(command)

@@ -68,11 +68,18 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         if shared_problems:
             raise UsageError("; ".join(shared_problems))
         kind = control_kind(base, head)
+        launches = folder / "launches"
+        try:
+            launches.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(
+                f"cannot make {folder}: {error.strerror or error}; give -o another folder"
+            ) from error
         launcher = Launcher(
             {"base": base, "head": head},
             {name: arm.selections(options.selections) for name, arm in (("base", base), ("head", head))},
             options.run_options(min(base.gpus, head.gpus)),
-            _new_folder(folder),
+            launches,
             Limits(options.timeout_s, began + budget_s, f"{budget_s:g} s"),
             variables={control.KIND: kind},
         )
@@ -82,18 +89,6 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
         for name, text in zip(FILES, texts, strict=True):
             write_atomically(folder / name, text, lambda _start: True, "file of a gate")
     return report
-
-
-def _new_folder(folder: Path) -> Path:
-    """Makes the folder for the output of launches."""
-    launches = folder / "launches"
-    try:
-        launches.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(
-            f"cannot make {folder}: {error.strerror or error}; give -o another folder"
-        ) from error
-    return launches
 
 
 def control_kind(base: Arm, head: Arm) -> str:

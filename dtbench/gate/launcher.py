@@ -139,8 +139,7 @@ class Launcher:
             )
             for name, launch in zip(tuple(pending), launches, strict=True):
                 results[name] |= launch.results
-                if launch.listing is not None:
-                    listings[name] = launch.listing
+                listings[name] = launch.listing or listings[name]
                 if not launch.died:
                     pending.remove(name)
                     continue
@@ -153,9 +152,7 @@ class Launcher:
         return [self._counted(name, listings[name], results[name], bad[name]) for name in names]
 
     def _counted(self, name: str, listing: Listing, results: _Results, bad: dict[Key, str]) -> Counted:
-        of_ranks = [b for b in listing.benchmarks if b.world == "ranks"]
-        if of_ranks:
-            results |= self._ranks(name, of_ranks, bad)
+        results |= self._ranks(name, listing.benchmarks, bad)
         for key, result in results.items():
             if result.status in ("failed", "wrong"):
                 bad[key] = f"{result.status}: {result.reason}"
@@ -204,12 +201,9 @@ class Launcher:
                 break
             simulated = [b for b in simulated if b.key not in blamed]
         self._end_round()
-        of_ranks = [b for b in benchmarks if b.world == "ranks"]
         launch_times = []
         for arm, launch, of_arm in zip(arms, launches, bad, strict=True):
-            results = launch.results
-            if of_ranks:
-                results = results | self._ranks(arm, of_ranks, of_arm)
+            results = launch.results | self._ranks(arm, benchmarks, of_arm)
             samples_s = {key: result.samples_s for key, result in launch.results.items()}
             launch_times.append(_times_of(results, benchmarks, of_arm, samples_s))
         self._longest_s = max(self._longest_s, time.monotonic() - began)
@@ -240,7 +234,10 @@ class Launcher:
             self._running.pop().close()
 
     def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> _Results:
-        """Runs the selected suites of ranks once, with `dtbench run`."""
+        """Runs the selected suites of ranks once, with `dtbench run`, if any of the benchmarks needs ranks."""
+        benchmarks = [b for b in benchmarks if b.world == "ranks"]
+        if not benchmarks:
+            return {}
         if self._limits.deadline <= time.monotonic():
             raise self._limits.out_of_time()
         side, run_options = _side(arm), self._options

@@ -140,8 +140,9 @@ class GateSchedule:
                 ["base", "head", "null"], self.evidence.screen, f"screen {number + 1} of {count}"
             )
             for benchmark in self._undecided():
-                key = benchmark.key
-                self.evidence.repeated[key].append(pair_of(launches["base"], launches["null"], key))
+                self.evidence.repeated[benchmark.key].append(
+                    pair_of(launches["base"], launches["null"], benchmark.key)
+                )
             _compare(self.evidence.null, launches["base"], launches["null"], self._undecided())
 
     def _confirm(self) -> None:

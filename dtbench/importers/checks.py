@@ -119,13 +119,12 @@ def _find_ranks(log: Log, table: LogTable, by_user: int | None) -> None:
                 table.line, f"{table.ranks} ranks are listed; used {parts} ranks instead, from size and count"
             )
         table.ranks, table.ranks_from = parts, "size and count"
-    if by_user is None or by_user == table.ranks:
-        return
-    if table.ranks is not None and (by_user < table.ranks or table.ranks_from != "the list of ranks"):
-        raise _TableRefusedError(
-            f"--ranks {by_user} contradicts the log: {table.ranks_from} gives {table.ranks} ranks"
-        )
-    table.ranks, table.ranks_from = by_user, "--ranks"
+    if by_user is not None and by_user != table.ranks:
+        if table.ranks is not None and (by_user < table.ranks or table.ranks_from != "the list of ranks"):
+            raise _TableRefusedError(
+                f"--ranks {by_user} contradicts the log: {table.ranks_from} gives {table.ranks} ranks"
+            )
+        table.ranks, table.ranks_from = by_user, "--ranks"
 
 
 def _parts(row: LogRow) -> int | None:
@@ -267,10 +266,8 @@ def _derive_times(table: LogTable, factor: float) -> None:
 
 def _check_data(table: LogTable) -> None:
     for row, figure in table.figures:
-        if figure.wrong is None:
-            continue
         allowed = _ALLOWED_DEVIATION.get(row.dtype, 0.0) if table.error_column else 0.0
-        if not 0 <= figure.wrong <= allowed:
+        if figure.wrong is not None and not 0 <= figure.wrong <= allowed:
             label = "a deviation of" if table.error_column else "wrong elements:"
             figure.fail(f"the data were wrong: {label} {figure.wrong:g}", wrong_data=True)
     if table.failed_values and not any(figure.fault_is_wrong_data for _, figure in table.figures):

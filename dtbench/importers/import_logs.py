@@ -47,9 +47,8 @@ def read_logs(paths: Sequence[str | Path]) -> list[Log]:
     logs: list[Log] = []
     for path in map(Path, paths):
         log = parse(_bytes_of(path), "standard input" if path == STDIN else path.name)
-        for previous in logs:
-            if previous.sha256 == log.sha256:
-                raise UsageError(f"{path} and {previous.name} are the same log: give it once")
+        if previous := next((previous for previous in logs if previous.sha256 == log.sha256), None):
+            raise UsageError(f"{path} and {previous.name} are the same log: give it once")
         logs.append(log)
     return logs
 

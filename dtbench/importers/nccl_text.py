@@ -338,9 +338,8 @@ def _required_values(row: _OpenRow, columns: _HeaderColumns) -> int:
 
 def library_version(code: int) -> str:
     """Converts NCCL's version number to text: 22807 is 2.28.7, and in the format before 2.9, 2804 is 2.8.4."""
-    if code >= 10000:
-        return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-    return f"{code // 1000}.{code // 100 % 10}.{code % 100}"
+    minors = 100 if code >= 10000 else 10
+    return f"{code // (100 * minors)}.{code // 100 % minors}.{code % 100}"
 
 
 def name_table(table: LogTable, program: str | None) -> None:

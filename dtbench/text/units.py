@@ -131,9 +131,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-_LEAST_PLAIN, _MOST_PLAIN = 1e-15, 1e30
-
-
 def significant(value: float, digits: int = 4) -> str:
     """Formats a value with `digits` significant digits and without rounding its integer part.
 
@@ -141,7 +138,7 @@ def significant(value: float, digits: int = 4) -> str:
     """
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    if not _LEAST_PLAIN <= abs(value) < _MOST_PLAIN:
+    if not 1e-15 <= abs(value) < 1e30:
         return f"{value:.{digits - 1}e}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     text = f"{value:.{max(decimals, 0)}f}"
