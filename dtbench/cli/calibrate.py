@@ -1,6 +1,7 @@
-"""`dtbench calibrate` on the command line: to fit a topology, to judge one, and to choose a bucket size."""
+"""`dtbench calibrate` and `export` on the command line: to fit a topology, to judge one, and to export it to torch."""
 
 from pathlib import Path
+from typing import cast
 
 import click
 
@@ -96,3 +97,36 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
         )
     if buckets:
         print_buckets(buckets, as_json)
+
+
+@click.command("export")
+@click.argument("topology", type=options.FILE)
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Choice(["torch", "inductor", "autoparallel"]),
+    help="The program that imports the module.",
+)
+@click.option("-o", "--output", required=True, type=options.FILE, help="The Python module to write.")
+def export_command(topology: Path, target: str, output: Path) -> None:
+    """Writes a topology as a Python module for torch itself.
+
+    The module installs its constants in one of these cost models:
+
+    \b
+    --to torch         torch.distributed.tensor, which chooses redistributions
+    --to inductor      the scheduler of torch.compile, which overlaps collectives
+    --to autoparallel  its runtimes per collective, nodes and ranks per node
+
+    The module imports only torch. Its first lines describe how to use it.
+
+    \b
+    Example:
+      dtbench export topology.json --to torch -o mine.py
+    """
+    from dtbench.cost.export.module import Target, export
+    from dtbench.records.topology import read_topology
+
+    export(read_topology(topology), cast(Target, target), output)
+    click.echo(f"wrote the module to {output}; its first lines describe how to use it")

@@ -46,7 +46,7 @@ _COMMANDS = {
 _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
 _HIDDEN = ("suite",)  # described in the guide to writing suites
 # Commands whose file has another name.
-_MODULES = {"list": "run", "report": "show", "import": "import_logs"}
+_MODULES = {"list": "run", "report": "show", "import": "import_logs", "export": "calibrate"}
 _COMPLETE = "_DTBENCH_COMPLETE"  # set by a shell for completion, named as in click
 # These commands free no large structures: garbage collection would take as long as their work.
 _READERS = {"show", "report", "compare", "calibrate"}

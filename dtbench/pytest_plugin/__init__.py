@@ -48,7 +48,16 @@ def pytest_configure(config: pytest.Config) -> None:
     place = valid_rank_env()
     if place is None or place.rank == 0 or not config.pluginmanager.hasplugin("benchmark"):
         return
-    for name in "json save autosave save_data compare compare_fail histogram cprofile_dump".split():
+    for name in (
+        "json",
+        "save",
+        "autosave",
+        "save_data",
+        "compare",
+        "compare_fail",
+        "histogram",
+        "cprofile_dump",
+    ):
         setattr(config.option, f"benchmark_{name}", None)
     config.option.benchmark_quiet = True
 
