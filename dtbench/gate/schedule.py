@@ -147,7 +147,7 @@ class GateSchedule:
 
     def _confirm(self) -> None:
         family = max(len(self._undecided()), 1)
-        # n pairs that all agree have p = 2**-n, so fewer could not reach the level; two may disagree.
+        # At least two pairs more than a test needs to reach its level: n pairs that all agree have p = 2**-n.
         last = max(TEST_LOOKS[-1], math.ceil(-math.log2(FAMILY_P / family / LOOKS)) + 2)
         alpha = significance_level(family, LOOKS)
         for number in range(1, last + 1):

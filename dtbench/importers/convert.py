@@ -188,11 +188,8 @@ def _listed_ranks(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts
 def _results(table: LogTable, is_whole_mesh: bool) -> Iterator[Result]:
     preferred = table.collective in IN_PLACE
     usable = [figure.in_place for _, figure in table.figures if figure.time and not figure.fault]
-    main = (
-        preferred
-        if preferred in (usable or [figure.in_place for _, figure in table.figures])
-        else not preferred
-    )
+    placements = usable or [figure.in_place for _, figure in table.figures]
+    main = preferred if preferred in placements else not preferred
     # Rows of the same size, type, reduction and root are the cycles of one measurement (an option of rccl-tests).
     cycles = group_by(
         (row for row in table.rows if row.size_bytes),
