@@ -340,13 +340,21 @@ def _run_here(
         budget = function_budget if functions else default_budget(suite.world, quick=False)
         tools = make_instruments(device, barrier=barrier, budget=budget)
 
-        tasks = list_tasks([suite], run_options)
+        def record(result: Result) -> None:
+            results.append(_with_warnings(result) if functions else result)
+            line.show(format_result(results[-1]))
+
         try:
-            for result in measure_tasks(
-                tasks, world, ranks, tools, launch=0, timeout_s=timeout_s, active_case=ActiveCase()
-            ):
-                results.append(_with_warnings(result) if functions else result)
-                line.show(format_result(results[-1]))
+            measure_tasks(
+                list_tasks([suite], run_options),
+                world,
+                ranks,
+                tools,
+                launch=0,
+                timeout_s=timeout_s,
+                active_case=ActiveCase(),
+                record=record if ranks.rank == 0 else None,
+            )
         finally:
             line.close()
         return _shared(header, results, ranks, output)

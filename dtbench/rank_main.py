@@ -3,8 +3,6 @@
 SPEC is the launch's file (`dtbench.engine.launch_files.LaunchSpec`), which the rank reads instead of a command line.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -7,8 +7,6 @@ curves before the next. Cases without a size are spread over the suite's list.
 All ranks use the same order; only rank 0 reads a clock.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -75,8 +73,8 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
 
 def _units(tasks: Sequence[Task]) -> list[list[Task]]:
     """Orders the tasks by importance, and joins tasks that are only meaningful together into one unit."""
-    by_suite = group_by(tasks, lambda task: task.suite.name).values()
-    return [unit for suite_tasks in by_suite for unit in _units_of_suite(suite_tasks)]
+    by_suite = group_by(tasks, lambda task: task.suite.name)
+    return [unit for suite_tasks in by_suite.values() for unit in _units_of_suite(suite_tasks)]
 
 
 def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:

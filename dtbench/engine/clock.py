@@ -1,7 +1,5 @@
 """The clocks that time samples: of the calling thread, and of the work on a CPU or GPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -38,11 +36,9 @@ class Clock(Protocol):
 
     def settle(self, *, cold: bool = False) -> None:
         """Waits for earlier work before a sample; with `cold`, also empties the device's cache."""
-        ...
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
         """Calls `run` `calls` times. Returns seconds per call."""
-        ...
 
 
 class HostClock:
@@ -52,7 +48,7 @@ class HostClock:
     error_ns = 0.0
 
     def settle(self, *, cold: bool = False) -> None:
-        pass
+        """Does nothing: calls end with their work."""
 
     def measure(self, run: Callable[[], object], calls: int) -> float:
         repeats = itertools.repeat(None, calls)
@@ -103,7 +99,7 @@ class GpuClock:
     of the start event, is on the host's clock, with an uncertainty of `error_ns`.
     """
 
-    def __init__(self, device: torch.device, gpus: Gpus) -> None:
+    def __init__(self, device: "torch.device", gpus: Gpus) -> None:
         import torch
 
         self.started_ns: int | None = None
@@ -121,20 +117,7 @@ class GpuClock:
         if cold:
             self._flush.zero_()
         self._gpus.synchronize()
-        self._relate_clocks()
-
-    def measure(self, run: Callable[[], object], calls: int) -> float:
-        self._start.record()
-        for _ in range(calls):
-            run()
-        self._end.record()
-        self._end.synchronize()
-        self.started_ns = round(self._offset.ns + self._since_first_mark_ns(self._start))
-        self.error_ns = self._offset.uncertainty_ns
-        return float(self._start.elapsed_time(self._end)) * 1e-3 / calls
-
-    def _relate_clocks(self) -> None:
-        """Runs before each sample, since the clocks drift apart by microseconds per second."""
+        # Before each sample, since the clocks drift apart by microseconds per second.
         readings = []
         for mark in self._marks:
             earliest_ns = perf_counter_ns()
@@ -147,11 +130,21 @@ class GpuClock:
             for gpu_ns in [self._since_first_mark_ns(mark)]
         )
 
+    def measure(self, run: Callable[[], object], calls: int) -> float:
+        self._start.record()
+        for _ in range(calls):
+            run()
+        self._end.record()
+        self._end.synchronize()
+        self.started_ns = round(self._offset.ns + self._since_first_mark_ns(self._start))
+        self.error_ns = self._offset.uncertainty_ns
+        return float(self._start.elapsed_time(self._end)) * 1e-3 / calls
+
     def _since_first_mark_ns(self, event: GpuEvent) -> float:
         return float(self._marks[0].elapsed_time(event)) * 1e6
 
 
-def clocks_of(device: torch.device) -> dict[Instrument, Clock]:
+def clocks_of(device: "torch.device") -> dict[Instrument, Clock]:
     """Returns the clock of each kind of case on this device."""
     if not is_gpu(device):
         return dict.fromkeys(("host", "busy", "device"), HostClock())

@@ -90,9 +90,8 @@ def offset_to_rank_0(
             vote = (offset.ns, offset.uncertainty_ns)
     if set(pinging_rank) == {0}:
         return SAME_CLOCK
-    offsets = ranks.agree(vote, lambda votes: votes)
-    of_kernel = offsets[pinging_rank[ranks.rank]]
-    return SAME_CLOCK if of_kernel is None else Offset(*of_kernel)
+    offset_of_kernel = ranks.agree(vote, lambda votes: votes)[pinging_rank[ranks.rank]]
+    return SAME_CLOCK if offset_of_kernel is None else Offset(*offset_of_kernel)
 
 
 def _ping_rank_0(store: Store, prefix: str, now_ns: ReadNs) -> Offset:

@@ -169,8 +169,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) 
 
     if missing := [rank for rank in range(len(hosts)) if rank not in states]:
         return Diagnosis(f"{named(missing)} died or did not answer", missing[0])
-    raised = [rank for rank, state in states.items() if state.failure]
-    if raised:
+    if raised := [rank for rank, state in states.items() if state.failure]:
         first = min(raised, key=lambda rank: (states[rank].failed_at, rank))
         waiting = " while the other ranks waited for it" if len(raised) < len(hosts) else ""
         return Diagnosis(f"{named([first])} raised {states[first].failure}{waiting}", first)
@@ -179,8 +178,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) 
         "died",
     }:  # a signal, and all ranks answered
         return INTERRUPTED
-    late = _late_ranks(states)
-    if late:
+    if late := _late_ranks(states):
         location = f" (at {states[late[0]].location})" if states[late[0]].location else ""
         return Diagnosis(f"{named(late)} did not finish {limit}{location}", late[0])
     locations = "; ".join(f"rank {rank} at {state.location}" for rank, state in sorted(states.items())[:4])
@@ -286,7 +284,6 @@ class FailureDetector:
         self._raised_at = 0.0
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
         self._final_code: int | None = None
-        self._main_thread = threading.main_thread().ident
         threading.Thread(target=self._wait_for_signals, name="signals", daemon=True).start()
 
     # ---- called by the main thread ----
@@ -358,8 +355,9 @@ class FailureDetector:
             if self.joined or store is not None:
                 store = store or self._connect()
                 store.set(f"farewell/{self._rank}", "")
-                farewells = [f"farewell/{rank}" for rank in range(len(self._hosts))]
-                store.wait(farewells, timedelta(seconds=FAREWELL_S))
+                store.wait(
+                    [f"farewell/{rank}" for rank in range(len(self._hosts))], timedelta(seconds=FAREWELL_S)
+                )
 
     # ---- threads ----
 
@@ -417,17 +415,17 @@ class FailureDetector:
         try:
             states = self._collect_states(state)
         except RuntimeError:
+            # The store has ended with the process that served it; the other ranks cannot be asked.
+            server = self._store_rank
+            diagnosis = (
+                LAUNCHER_DIED
+                if server is None
+                else Diagnosis(f"rank {server} on {self._hosts[server]} died or did not answer", server)
+            )
             is_first_on_host = self._rank == self._hosts.index(self._hosts[self._rank])
-            succeeds_server = self._store_rank == 0 and self._rank == 1
-            self._end(self._diagnose_lost_store(), reports=is_first_on_host or succeeds_server)
+            succeeds_server = server == 0 and self._rank == 1
+            self._end(diagnosis, reports=is_first_on_host or succeeds_server)
         self._end(diagnose(states, self._hosts, self._limit), reports=self._rank == min(states))
-
-    def _diagnose_lost_store(self) -> Diagnosis:
-        """The store has ended with the process that served it; the other ranks cannot be asked."""
-        if self._store_rank is None:
-            return LAUNCHER_DIED
-        host = self._hosts[self._store_rank]
-        return Diagnosis(f"rank {self._store_rank} on {host} died or did not answer", self._store_rank)
 
     def _end(self, diagnosis: Diagnosis, *, reports: bool) -> NoReturn:
         """Ends this process. The ranks that do not report wait for the report.
@@ -463,7 +461,7 @@ class FailureDetector:
 
     def _state(self, cause: str) -> RankState:
         case = self._active_case
-        location, is_waiting = _locate(sys._current_frames().get(self._main_thread or 0))
+        location, is_waiting = _locate(sys._current_frames().get(threading.main_thread().ident or 0))
         votes, error = self._raised
         return RankState(
             cause,
@@ -505,5 +503,7 @@ def _locate(frame: FrameType | None) -> tuple[str, bool]:
     if frame is None:
         return "", True
     path = Path(frame.f_code.co_filename)
-    is_own = path.parent == _ENGINE_FOLDER or "torch" in path.parts
-    return f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}", is_own
+    return (
+        f"{path.name}:{frame.f_lineno} in {frame.f_code.co_name}",
+        path.parent == _ENGINE_FOLDER or "torch" in path.parts,
+    )

@@ -3,8 +3,6 @@
 If the run itself gives reasons to doubt a line, such as ranks that share cores or scattered samples, they are added.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -75,13 +73,12 @@ def next_commands(run: Run) -> list[str]:
 
 
 def _cases(results: Sequence[Result]) -> list[_Case]:
-    cases = group_by(results, lambda r: (r.name, tuple(sorted(r.params.items()))))
     return [
         {
             impl: (median(launch.estimate_s or 0.0 for launch in launches), launches[0])
             for impl, launches in group_by(case_results, lambda r: r.impl).items()
         }
-        for case_results in cases.values()
+        for case_results in group_by(results, lambda r: (r.name, tuple(sorted(r.params.items())))).values()
     ]
 
 

@@ -3,8 +3,6 @@
 Under another launcher this process is a rank itself and continues in `session`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -61,8 +59,7 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
         The exit code.
     """
     spec = LaunchSpec(command="run", argv=tuple(argv), start_s=time.monotonic(), launch=launch_number())
-    place = find_rank_env()
-    if place is not None:
+    if (place := find_rank_env()) is not None:
         Session(request, place, spec).run()
     if request.save_baseline is not None:
         baselines.baseline_path(request.save_baseline)
@@ -79,16 +76,16 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     measured = {result.key for result in previous.results} if previous else set()
     code = EXIT_OK
     for launch in range(request.launches):
-        is_last = launch + 1 == request.launches
-        # Only the ranks of a refined launch know which sizes it lacks.
-        if not (is_last or selection.options.refine or remaining(selection.tasks, measured, launch)):
+        # Only the ranks of a refined launch know which sizes it lacks. The last launch ends the file.
+        if launch + 1 < request.launches and not (
+            selection.options.refine or remaining(selection.tasks, measured, launch)
+        ):
             continue
         spec = msgspec.structs.replace(spec, launch=launch, is_restart=False)
         restarts_without_result, ok_results = 0, 0
         # Ranks are restarted after a fatal case, to continue with the remaining cases.
         while (report := start_ranks(spec, selection.options.world_size)).diagnosis is not None:
-            has_new_results = report.ok_results > ok_results
-            restarts_without_result = 0 if has_new_results else restarts_without_result + 1
+            restarts_without_result = 0 if report.ok_results > ok_results else restarts_without_result + 1
             ok_results = max(ok_results, report.ok_results)
             is_hopeless = restarts_without_result == MAX_RESTARTS_WITHOUT_RESULT
             may_restart = request.on_failure == "continue" and not is_hopeless
@@ -109,6 +106,9 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
 def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
     """Starts `world_size` fresh ranks here and waits until they end.
 
+    Torch's elastic launcher hosts their store and ends them together. Its own log is suppressed, since the ranks report
+    what happened.
+
     Returns:
         Their last report, with the exit code of the launch. Its diagnosis is None if the ranks ended in order or have
         printed why they ended.
@@ -120,87 +120,75 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
     refuse_local_ranks(world_size)
     # A thread per core in each of several ranks would measure the contention for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+        # The launcher passes the signal on: SIGTERM ends a rank that still imports without a traceback.
+        raise SignalException(f"got signal {number}", sigval=signal.SIGTERM)
+
+    has_shutdown_timeout = "shutdown_timeout" in LaunchConfig.__dataclass_fields__  # torch 2.11 lacks it
+    options: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_S} if has_shutdown_timeout else {}
+    failures: list[tuple[int, int]] = []
+    log_level = logging.root.manager.disable
     with scratch() as folder:
         spec_path, report_path = folder / "spec.json", folder / "report.json"
         report_path.write_bytes(msgspec.json.encode(RankReport()))
         spec = msgspec.structs.replace(spec, launcher_pid=os.getpid(), report_path=str(report_path))
         # json, unlike msgspec, also writes file names that are not UTF-8.
         spec_path.write_text(json.dumps(msgspec.to_builtins(spec, enc_hook=str)))
-        failures, was_interrupted = _run_elastic(
-            [sys.executable, "-P", "-m", "dtbench.rank_main", str(spec_path)],
-            world_size,
-            f"dtbench-{os.getpid()}-{spec.launch}",
-            str(folder),
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id=f"dtbench-{os.getpid()}-{spec.launch}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # looking up this host's name may hang
+            max_restarts=0,
+            signals_to_handle="",  # `interrupt` handles them
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+            **options,
         )
-        report = msgspec.json.decode(report_path.read_bytes(), type=RankReport)
+        # The launcher replaces `${local_rank}`, and reads `$$` as `$`.
+        arguments = "-P", "-m", "dtbench.rank_main", str(spec_path).replace("$", "$$")
+        logging.disable(logging.CRITICAL)
+        try:
+            with handling_signals(ending_signals(), interrupt):
+                elastic_launch(config, sys.executable)(*arguments)
+        except ChildFailedError as error:
+            failures = [
+                (rank, failure.exitcode)
+                for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+            ]
+        except SignalException:
+            pass
+        except (RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            raise WorldBrokenError(
+                f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
+            ) from error
+        finally:
+            logging.disable(log_level)
+        return _outcome(msgspec.json.decode(report_path.read_bytes(), type=RankReport), failures)
+
+
+def _outcome(report: RankReport, failures: Sequence[tuple[int, int]]) -> RankReport:
+    """Completes the last report of ranks that have ended by the launch's exit code and the diagnosis.
+
+    Args:
+        failures: (rank, exit code) of the ranks that failed, the first failure first; empty if a signal ended the
+            launcher.
+    """
     if report.exit_code is not None:  # the launch is over, however its ranks ended afterwards
         return msgspec.structs.replace(report, diagnosis=None)
     diagnosis = report.diagnosis
-    # Options were refused, or the report could not be written.
-    if diagnosis is None and failures and failures[0][1] in _EXPLAINED_EXIT_CODES:
-        return msgspec.structs.replace(report, exit_code=failures[0][1])
-    if was_interrupted or (diagnosis is None and not failures):
+    if not failures:
         diagnosis = INTERRUPTED
     elif diagnosis is None:
         rank, code = failures[0]
+        if code in _EXPLAINED_EXIT_CODES:  # options were refused, or the report could not be written
+            return msgspec.structs.replace(report, exit_code=code)
         diagnosis = Diagnosis(f"rank {rank} {describe_exit(code)}", rank)
     return msgspec.structs.replace(report, exit_code=diagnosis.code, diagnosis=diagnosis)
-
-
-def _run_elastic(
-    command: Sequence[str], world_size: int, run_id: str, log_folder: str
-) -> tuple[list[tuple[int, int]], bool]:
-    """Runs the command on each rank through torch's elastic launcher, which hosts their store and ends them together.
-
-    The launcher's own log is suppressed, since the ranks report what happened.
-
-    Returns:
-        (rank, exit code) of the ranks that failed, the first failure first, and whether a signal ended the launcher.
-
-    Raises:
-        WorldBrokenError: the ranks cannot be started.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    options: dict[str, Any] = {}
-    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # torch 2.11 lacks it
-        options["shutdown_timeout"] = _SHUTDOWN_S
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # looking up this host's name may hang
-        max_restarts=0,
-        signals_to_handle="",  # `interrupt` handles them
-        logs_specs=DefaultLogsSpecs(log_dir=log_folder),
-        **options,
-    )
-
-    def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-        # The launcher passes the signal on: SIGTERM ends a rank that still imports without a traceback.
-        raise SignalException(f"got signal {number}", sigval=signal.SIGTERM)
-
-    log_level = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        # The launcher replaces `${local_rank}`, and reads `$$` as `$`.
-        with handling_signals(ending_signals(), interrupt):
-            elastic_launch(config, command[0])(*(word.replace("$", "$$") for word in command[1:]))
-    except ChildFailedError as error:
-        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return [(rank, failure.exitcode) for rank, failure in failures], False
-    except SignalException:
-        return [], True
-    except (RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise WorldBrokenError(
-            f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
-        ) from error
-    finally:
-        logging.disable(log_level)
-    return [], False

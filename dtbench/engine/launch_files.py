@@ -3,8 +3,6 @@
 Both lie in the launch's scratch folder. Ranks of another launcher have neither: they parse the command line.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeVar
 
 import msgspec

@@ -6,12 +6,9 @@ A schedule chooses the number and order of the calls: adaptive, by votes of all 
 fixed and in turns (launches of a gate); counted (counters of a gate); or recorded (`dtbench profile`).
 """
 
-from __future__ import annotations
-
-import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -21,6 +18,7 @@ from dtbench.engine.tasks import Task
 from dtbench.errors import describe, format_location
 from dtbench.machine.device import gpus
 from dtbench.records.result import Result, Status, estimator_of
+from dtbench.records.run import without_collecting
 from dtbench.stats import summarize
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.registry import World
@@ -81,10 +79,8 @@ class Subject:
 
     def check(self, phase: str) -> None:
         """Sets the failure if the workload's data is wrong."""
-        if self.workload.check is not None:
-            wrong = self.attempt(self.workload.check)
-            if wrong is not None:
-                self.failure = ("wrong", f"{wrong} ({phase})")
+        if self.workload.check is not None and (wrong := self.attempt(self.workload.check)) is not None:
+            self.failure = ("wrong", f"{wrong} ({phase})")
 
     def counters(self) -> dict[str, float] | None:
         """Returns the workload's counters; None if reading them failed."""
@@ -104,9 +100,11 @@ class Subject:
 class SamplingSchedule(Protocol):
     """A sampling schedule. Each method handles all subjects."""
 
-    def warm_up(self) -> None: ...
+    def warm_up(self) -> None:
+        """Makes unmeasured calls."""
 
-    def sample(self) -> None: ...
+    def sample(self) -> None:
+        """Takes the samples."""
 
     def finish(self) -> None:
         """Called after the last check, before the subjects are closed."""
@@ -115,7 +113,11 @@ class SamplingSchedule(Protocol):
 
 def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedule) -> None:
     """Measures the subjects; failures of their code are set on them. An exception of the schedule ends the loop."""
-    with no_collections():
+    gc.collect()
+    # The survivors are modules, caches and results. Unless frozen, the next case's collection walks through all of
+    # torch again, which takes longer than a short case.
+    gc.freeze()
+    with without_collecting():
         try:
             for subject in subjects:
                 subject.attempt(functools.partial(subject.build, world))
@@ -129,22 +131,6 @@ def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedul
         finally:
             for subject in subjects:
                 subject.close()
-
-
-@contextlib.contextmanager
-def no_collections() -> Iterator[None]:
-    """Collects garbage now, and not within the block."""
-    gc.collect()
-    # The survivors are modules, caches and results. Unless frozen, the next case's collection walks through all of
-    # torch again, which takes longer than a short case.
-    gc.freeze()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def release_memory() -> None:
@@ -200,7 +186,6 @@ def to_result(task: Task, impl: str, outcome: ImplOutcome, launch: int = 0) -> R
     estimate_s = getattr(timing, estimator_of(case))
     measurable = case.bandwidth and case.size_bytes is not None and estimate_s > 0
     algbw = case.size_bytes / estimate_s if measurable else None
-    busbw = None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor
     return msgspec.structs.replace(
         result,
         time_s=timing,
@@ -208,6 +193,6 @@ def to_result(task: Task, impl: str, outcome: ImplOutcome, launch: int = 0) -> R
         rank_samples_s=outcome.rank_samples_s,
         rank_arrivals_s=outcome.rank_arrivals_s,
         algbw_Bps=algbw,
-        busbw_Bps=busbw,
+        busbw_Bps=None if algbw is None or case.busbw_factor is None else algbw * case.busbw_factor,
         counters=outcome.counters,
     )

@@ -5,8 +5,6 @@
 All functions raise `UsageError` with what was got, what was expected and what to do.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,8 +200,9 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 def _sweep(text: str) -> Iterator[int]:
     bounds = text.split(":")
     if len(bounds) not in (2, 3):
-        expected = "FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
-        raise UsageError(f"{text!r} is not a sweep of sizes: expected {expected}")
+        raise UsageError(
+            f"{text!r} is not a sweep of sizes: expected FIRST:LAST:FACTORx, such as 1KiB:16MiB:4x"
+        )
     first, last = parse_size(bounds[0]), parse_size(bounds[1])
     step = bounds[2].strip() if len(bounds) == 3 else "2x"
     factor = re.fullmatch(r"(\d+)x", step)
@@ -224,8 +223,9 @@ def parse_duration(text: str) -> float:
     """Parses a duration with s, m or h: `5m` -> 300 seconds. A number without unit is ambiguous and refused."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
     if match and not match[2]:
-        examples = f"{match[1]}m or {match[1]}s"
-        raise UsageError(f"{text!r} has no unit: expected s, m or h after it, such as {examples}")
+        raise UsageError(
+            f"{text!r} has no unit: expected s, m or h after it, such as {match[1]}m or {match[1]}s"
+        )
     seconds = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
     if not 0 < seconds < 1e9:
         raise UsageError(f"{text!r} is not a duration: expected a number with s, m or h, such as 5m")
@@ -243,8 +243,10 @@ def parse_list(
     names = [short.get(part.strip(), part.strip()) for part in text.split(",")]
     for name in names:
         if name not in allowed:
-            expected = f"expected one or more of {', '.join(allowed)}{nearest(name, allowed)}"
-            raise UsageError(f"{option} {text}: {name!r} is unknown; {expected}")
+            raise UsageError(
+                f"{option} {text}: {name!r} is unknown; expected one or more of {', '.join(allowed)}"
+                f"{nearest(name, allowed)}"
+            )
     return tuple(dict.fromkeys(names))
 
 

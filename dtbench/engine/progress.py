@@ -1,7 +1,5 @@
 """The lines that rank 0 prints during a run: one for each result, and at times the remaining time."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading
@@ -134,8 +132,10 @@ def status_with_caveat(result: Result) -> str:
 
 def params_of(result: Result) -> str:
     """Formats the params: `mesh_dim=tp size=1 KiB`."""
-    params = result.params.items()
-    return " ".join(f"{k}={format_size(v) if k == 'size' and isinstance(v, int) else v}" for k, v in params)
+    return " ".join(
+        f"{name}={format_size(value) if name == 'size' and isinstance(value, int) else value}"
+        for name, value in result.params.items()
+    )
 
 
 def format_result(result: Result) -> str:
@@ -148,8 +148,7 @@ def format_result(result: Result) -> str:
         if bandwidth is not None:
             words.append(format_bandwidth(bandwidth))
     else:
-        location = "" if result.rank is None else f" on rank {result.rank}"
-        words.append(f"{result.status}{location}")
+        words.append(result.status + ("" if result.rank is None else f" on rank {result.rank}"))
     if result.reason:
         words.append(f"({result.reason})")
     return "  ".join(words).replace("  |  ", " | ")

@@ -67,7 +67,6 @@ from dtbench.suite.mesh import Mesh
 from dtbench.text.masking import mask
 
 if TYPE_CHECKING:
-    import torch
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = "DTBENCH_JOIN_TIMEOUT"  # seconds
@@ -97,12 +96,9 @@ class LaunchedRank:
         exit_code: the exit code of the process unless it fails.
         infos: the machine provenance of each rank, by rank.
         ranks: votes of all ranks, over the store.
+        store: the store that the ranks share.
+        device: this rank's device. As infos, ranks and store, from `join` on.
     """
-
-    infos: list[dict[str, Any]]
-    ranks: StoreRanks
-    store: Store
-    device: torch.device
 
     def __init__(
         self,
@@ -175,14 +171,18 @@ class LaunchedRank:
         with self.limit(
             limit_s + 15 * _REPORT_TIMEOUT_S, f"joining through {env.store} within {limit_s:g} s"
         ):
-            silent_s = _SILENT_WAIT_OF_OURS_S if self.is_ours else _SILENT_WAIT_S
-            self.store = await_all_ranks(env, self.connect, limit_s, silent_s)
+            self.store = await_all_ranks(
+                env, self.connect, limit_s, _SILENT_WAIT_OF_OURS_S if self.is_ours else _SILENT_WAIT_S
+            )
             ranks = StoreRanks(self.store, env.rank, env.world_size, self._detector.report_failure)
-            versions = {"dtbench": __version__, "torch": installed("torch") or ""}
             vote = {
                 "info": local_rank_info(str(self.device), transport)
                 | {"rank": env.rank, "local_rank": env.local_rank},
-                "agreement": versions | dict(agreement or {}),
+                "agreement": {
+                    "dtbench": __version__,
+                    "torch": installed("torch") or "",
+                    **(agreement or {}),
+                },
             }
             self.infos, mismatch = ranks.agree(vote, _compare_votes)
             if mismatch:
@@ -197,8 +197,9 @@ class LaunchedRank:
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clock_offsets.Offset:
         """Measures the offset from this rank's clock to rank 0's. All ranks call it."""
-        kernels = [info["boot_id"] for info in self.infos]
-        return clock_offsets.offset_to_rank_0(self.ranks, self.store, kernels, now_ns)
+        return clock_offsets.offset_to_rank_0(
+            self.ranks, self.store, [info["boot_id"] for info in self.infos], now_ns
+        )
 
     @contextlib.contextmanager
     def process_group(self, mesh: Mesh, timeout_s: float) -> Iterator[tuple[LiveWorld, Callable[[], None]]]:

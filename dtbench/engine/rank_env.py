@@ -3,8 +3,6 @@
 Our launcher sets torchrun's variables.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re
@@ -15,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Self
 
 from dtbench.errors import UsageError
 
@@ -70,11 +68,11 @@ class RankEnv:
     agent_store: bool
     attempt: int = 0
 
-    def of_launch(self, launch: int) -> RankEnv:
+    def of_launch(self, launch: int) -> Self:
         """Returns the environment with a port of its own for each launch, since rank 0's previous port may linger."""
-        if self.agent_store:
-            return self
-        return dataclasses.replace(self, port=min(self.port + launch, _MAX_PORT))
+        return dataclasses.replace(
+            self, port=self.port if self.agent_store else min(self.port + launch, _MAX_PORT)
+        )
 
     @property
     def serves(self) -> bool:
@@ -185,6 +183,8 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
             f"{names.rank} is set but {' or '.join(('MASTER_ADDR', *names.hosts[1:]))} is not: set MASTER_ADDR to the "
             "host of rank 0, on every rank (Open MPI: mpirun -x MASTER_ADDR=HOST)"
         )
+    if not address.strip() or not address.isprintable():
+        raise UsageError(f"the environment has MASTER_ADDR={address[:40]!r}: expected the host of rank 0")
     # Spread jobs over the registered ports below Linux's ephemeral range (from 32768).
     job = zlib.crc32(" ".join(environ.get(name, "") for name in names.job).encode())
     return RankEnv(
@@ -192,7 +192,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
         world_size=size,
         local_rank=_number(names.local_rank, local_rank, 0, (local_size or size) - 1),
         local_world_size=local_size,
-        address=_address(address),
+        address=address,
         port=_number("MASTER_PORT", environ.get("MASTER_PORT") or str(20000 + job % 12000), 1, _MAX_PORT),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_number("TORCHELASTIC_RESTART_COUNT", environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
@@ -209,9 +209,9 @@ def valid_rank_env() -> RankEnv | None:
 def _refuse_partial(environ: Mapping[str, str], present: Sequence[str]) -> None:
     """Refuses variables that make this process a rank without describing it completely."""
     if present:
-        missing = " and ".join(name for name in _NEEDED if not environ.get(name))
         raise UsageError(
-            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set but {missing} not: set all of "
+            f"{' and '.join(present)} {'are' if len(present) > 1 else 'is'} set but "
+            f"{' and '.join(name for name in _NEEDED if not environ.get(name))} not: set all of "
             f"{', '.join(_NEEDED)} on every rank, as torchrun does, or unset {' and '.join(present)}, "
             "and dtbench takes its ranks from srun or mpirun, or starts its own"
         )
@@ -231,9 +231,3 @@ def _number(name: str, text: str, minimum: int = 0, maximum: int | None = None) 
             f"{'' if maximum is None else f' of at most {maximum}'}; correct or unset it"
         )
     return number
-
-
-def _address(text: str) -> str:
-    if not text.strip() or not text.isprintable():
-        raise UsageError(f"the environment has MASTER_ADDR={text[:40]!r}: expected the host of rank 0")
-    return text

@@ -42,11 +42,9 @@ class RankGroup(Protocol):
 
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
         """Returns the decision that rank 0 takes on the votes of all ranks. Votes and decision are JSON data."""
-        ...
 
     def report_failure(self, error: str) -> None:
         """Informs the other ranks that a call raised here, since they may be waiting in a collective."""
-        ...
 
 
 def store_connector(env: RankEnv, launch: int) -> Callable[[bool], Store]:
@@ -146,7 +144,7 @@ class StoreRanks:
         if self.rank == 0:
             keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
             self._wait(keys)
-            other_votes = [json.loads(value) for value in self._store.multi_get(keys)]
+            other_votes = map(json.loads, self._store.multi_get(keys))
             decision = json.dumps(decide([_as_received(vote), *other_votes]))
             self._store.set(f"decision/{turn}", decision)
             # All ranks have read the previous decision, since they have voted again.
@@ -168,10 +166,9 @@ class StoreRanks:
         try:
             self._store.wait(keys, self._patience)
         except DistStoreError:
-            limit_s = self._patience.total_seconds()
             raise WorldBrokenError(
-                f"{self._error}; the other ranks did not answer in {limit_s:g} s: they have ended, or wait for rank "
-                f"{self.rank} in a collective, which ends with this process"
+                f"{self._error}; the other ranks did not answer in {self._patience.total_seconds():g} s: they have "
+                f"ended, or wait for rank {self.rank} in a collective, which ends with this process"
             ) from None
 
 
@@ -195,7 +192,7 @@ class AloneRanks:
         return decide([vote])
 
     def report_failure(self, error: str) -> None:
-        pass
+        """Does nothing: there are no other ranks."""
 
 
 class LiveWorld:
@@ -273,7 +270,10 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
 def real_world(
     env: RankEnv, store: Store, device: torch.device, mesh: Mesh, timeout_s: float, backend: str
 ) -> Iterator[LiveWorld]:
-    """Yields the world of all ranks in a new process group."""
+    """Yields the world of all ranks in a new process group.
+
+    After an error the group is not destroyed: NCCL would wait for the other ranks, which do not know of it yet.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
@@ -287,10 +287,8 @@ def real_world(
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
         device_id=device if backend == "nccl" else None,
     )
-    try:
-        yield LiveWorld(env.rank, env.world_size, device, mesh)
-    finally:
-        dist.destroy_process_group()
+    yield LiveWorld(env.rank, env.world_size, device, mesh)
+    dist.destroy_process_group()
 
 
 def make_barrier(device: torch.device) -> Callable[[], None]:
@@ -315,9 +313,8 @@ def _bind_gloo_to_loopback_if_needed() -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
-        address = socket.gethostbyname(socket.gethostname())
         with socket.socket() as probe:
-            probe.bind((address, 0))
+            probe.bind((socket.gethostbyname(socket.gethostname()), 0))
     except OSError:
-        names = [name for _, name in socket.if_nameindex()]
-        os.environ["GLOO_SOCKET_IFNAME"] = next((name for name in names if name.startswith("lo")), "lo")
+        loopbacks = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ["GLOO_SOCKET_IFNAME"] = next(loopbacks, "lo")

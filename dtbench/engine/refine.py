@@ -11,8 +11,6 @@ a miss has to exceed the spread of the three points together. That is stricter t
 since launches differ by more than the samples within a launch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -51,11 +49,10 @@ def sizes_between(
     curves: dict[CurveKey, dict[str, dict[int, Sequence[float]]]] = {}
     sizes_added: dict[CurveKey, set[int]] = {}
     for result in (*swept, *added):
-        if is_calibrated_with(result):
-            samples = _samples(options, result) if result.status == "ok" else ()
-            if samples and min(samples) > 0:
-                curve = curves.setdefault(_curve_key(result), {}).setdefault(result.impl, {})
-                curve[int(result.params["size"])] = samples
+        samples = _samples(options, result) if result.status == "ok" and is_calibrated_with(result) else ()
+        if samples and min(samples) > 0:
+            curve = curves.setdefault(_curve_key(result), {}).setdefault(result.impl, {})
+            curve[int(result.params["size"])] = samples
     for result in added:
         sizes_added.setdefault(_curve_key(result), set()).add(int(result.params["size"]))
     for name, by_impl in curves.items():

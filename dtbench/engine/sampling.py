@@ -8,13 +8,11 @@ The impls of a case are sampled in turn, round by round, and each round starts w
 machine then affects all impls equally.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, TypeVar, cast
@@ -225,9 +223,8 @@ class Adaptive(CollectiveSchedule):
         self._deadline = instruments.monotonic() + timeout_s
         self._cold = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"
         self._calls = dict.fromkeys(impls, case.calls_per_sample)
-        self._samples: dict[str, list[float | None]] = {impl: [] for impl in impls}
-        self._started: dict[str, list[int | None]] = {impl: [] for impl in impls}
-        self._error_ns = dict.fromkeys(impls, 0.0)  # uncertainty of `_started` on this rank's clock
+        # impl -> seconds per call, begin and its uncertainty on this rank's clock in ns, for each sample
+        self._taken: dict[str, list[tuple[float | None, int | None, float]]] = {impl: [] for impl in impls}
         self._offset: Offset | None = None
         self._throttled: str | None = None
         self._call_s: dict[str, float] = {}  # on rank 0: time per call on the slowest rank
@@ -242,7 +239,7 @@ class Adaptive(CollectiveSchedule):
         self.vote(None, lambda _votes: None)
         for impl in list(self.live):
             if impl in self.live:
-                self.vote({impl: self._fastest_s(impl, 1)}, self._update_call_times)
+                self.vote({impl: self._time(impl, self._warmup_calls(impl))}, self._update_call_times)
         if self.case.sample_s:
             self._lengthen_samples()
         sizes = dict.fromkeys(self.live, max(self.case.warmup_calls - 1, 1))
@@ -262,7 +259,7 @@ class Adaptive(CollectiveSchedule):
             return blocks
 
         for _ in range(MAX_WARMUP_BLOCKS):
-            times = {impl: self._fastest_s(impl, samples) for impl, samples in sizes.items()}
+            times = {impl: self._time(impl, self._warmup_calls(impl), n) for impl, n in sizes.items()}
             blocks = self.vote(times, next_blocks)
             sizes = {impl: samples for impl, samples in blocks.items() if impl in self.live}
             if not sizes:
@@ -286,10 +283,12 @@ class Adaptive(CollectiveSchedule):
             return longer
 
         while growing:
-            impls = [impl for impl in growing if impl in self.live]
-            growing = self.vote(
-                {impl: self._fastest_s(impl, SAMPLES_PER_LENGTH) for impl in impls}, longer_samples
-            )
+            times = {
+                impl: self._time(impl, self._calls[impl], SAMPLES_PER_LENGTH)
+                for impl in growing
+                if impl in self.live
+            }
+            growing = self.vote(times, longer_samples)
             self._calls |= growing
 
     def sample(self) -> None:
@@ -303,32 +302,30 @@ class Adaptive(CollectiveSchedule):
             order = list(self.live)
             for first in (number % len(order) for number in range(done, done + rounds)):
                 for impl in order[first:] + order[:first]:
-                    take_sample = functools.partial(self._take_sample, self.live[impl], self._calls[impl])
-                    seconds = self.live[impl].attempt(take_sample)
-                    self._samples[impl].append(seconds)
-                    self._started[impl].append(None if seconds is None else self._clock.started_ns)
-                    self._error_ns[impl] = max(self._error_ns[impl], self._clock.error_ns)
+                    seconds = self._time(impl, self._calls[impl])
+                    started_ns = None if seconds is None else self._clock.started_ns
+                    self._taken[impl].append((seconds, started_ns, self._clock.error_ns))
             done += rounds
         offset_after = self._instruments.clock_offset()
         self._offset = mean_offset(offset_before, offset_after) if offset_before and offset_after else None
         states.append(self._instruments.gpu_state())
-        reasons = [reason for state in states if state for reason in state["throttled_by"]]
-        self._throttled = ", ".join(dict.fromkeys(reasons)) or None
+        reasons = dict.fromkeys(reason for state in states if state for reason in state["throttled_by"])
+        self._throttled = ", ".join(reasons) or None
 
     def finish(self) -> None:
         """Gathers the samples of all ranks. Only rank 0 gets complete outcomes; other ranks get the status."""
         samples: dict[str, RankSamples] = {}
         for impl, subject in self.live.items():
-            counters = subject.counters()
+            taken, counters = self._taken[impl], subject.counters()
             if counters is not None and self.case.sample_s:
                 counters["calls_per_sample"] = self._calls[impl]
             samples[impl] = {
                 "counters": counters,
-                "samples": self._samples[impl] if subject.workload.participates else None,
-                "started": self._started[impl],
+                "samples": [seconds for seconds, *_ in taken] if subject.workload.participates else None,
+                "started": [started_ns for _, started_ns, _ in taken],
                 "kernel": self._instruments.kernel,
                 "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
-                "error_ns": self._error_ns[impl],
+                "error_ns": max((error_ns for *_, error_ns in taken), default=0.0),
                 "throttled": self._throttled,
             }
         gathered: list[dict[str, RankSamples]] = []
@@ -339,22 +336,26 @@ class Adaptive(CollectiveSchedule):
 
     # ---- calls ----
 
-    def _fastest_s(self, impl: str, samples: int) -> float | None:
-        """Returns seconds per call of the fastest of some warm-up samples; None if one raised."""
-        subject, calls = self.live[impl], self._warmup_calls(impl)
-        return subject.attempt(lambda: min([self._take_sample(subject, calls) for _ in range(samples)]))
+    def _time(self, impl: str, calls: int, samples: int = 1) -> float | None:
+        """Returns seconds per call of the fastest of some samples; None if one raised."""
+        subject, clock = self.live[impl], self._clock
+
+        def fastest_s() -> float:
+            times = []
+            for _ in range(samples):
+                self._active_case.samples_begun += 1
+                subject.prepare()
+                clock.settle(cold=self._cold)
+                if self.case.clock == "device":
+                    self._instruments.barrier()
+                times.append(clock.measure(subject.workload.run, calls))
+            return min(times)
+
+        return subject.attempt(fastest_s)
 
     def _warmup_calls(self, impl: str) -> int:
         """Returns the calls per sample of the warm-up: several only if the case sets a length of samples."""
         return self._calls[impl] if self.case.sample_s else 1
-
-    def _take_sample(self, subject: Subject, calls: int) -> float:
-        self._active_case.samples_begun += 1
-        subject.prepare()
-        self._clock.settle(cold=self._cold)
-        if self.case.clock == "device":
-            self._instruments.barrier()
-        return self._clock.measure(subject.workload.run, calls)
 
     # ---- rank 0's decisions ----
 
@@ -393,8 +394,9 @@ class Adaptive(CollectiveSchedule):
 
     def _too_slow(self) -> TooSlow:
         calls = ", ".join(f"{impl} {self._call_s[impl]:.2g} s" for impl in self.live if impl in self._call_s)
-        limit = f"--timeout {self._timeout_s:g} s"
-        return TooSlow(f"the case does not fit into {limit} (per call: {calls}); raise the timeout")
+        return TooSlow(
+            f"the case does not fit into --timeout {self._timeout_s:g} s (per call: {calls}); raise the timeout"
+        )
 
 
 def _gravest(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Failures:
@@ -432,8 +434,7 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
     rank_arrivals_s: _ByRank = {}
     if len(samples) > 1:
         counters["skew_s"] = statistics.median(max(row) - min(row) for row in rounds)
-        columns = zip(*rounds, strict=True)
-        rank_samples_s = {str(rank): tuple(column) for rank, column in zip(samples, columns, strict=True)}
+        rank_samples_s = dict(zip(map(str, samples), zip(*rounds, strict=True), strict=True))
         rank_arrivals_s = _arrivals({rank: by_rank[rank] for rank in samples}, complete, calls)
         error_ns = max(by_rank[rank]["error_ns"] + (by_rank[rank]["offset"] or [0, 0])[1] for rank in samples)
         if rank_arrivals_s and error_ns:
@@ -444,8 +445,7 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
     if throttled:
         counters["throttled"] = 1.0
     reason = "; ".join(f"the GPU of rank {rank} was throttled: {why}" for rank, why in throttled.items())
-    samples_s = tuple(max(row) for row in rounds)
-    return ImplOutcome("ok", reason, None, samples_s, rank_samples_s, rank_arrivals_s, counters)
+    return ImplOutcome("ok", reason, None, tuple(map(max, rounds)), rank_samples_s, rank_arrivals_s, counters)
 
 
 def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: int) -> _ByRank:
@@ -454,9 +454,13 @@ def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: 
     started_ns = {rank: [ns for ns in times if ns is not None] for rank, times in starts.items()}
     if any(len(times) < len(rounds) for times in started_ns.values()):
         return {}
-    kernels = {rank: measured["kernel"] for rank, measured in by_rank.items()}
-    offsets = {rank: Offset(*measured["offset"]) for rank, measured in by_rank.items() if measured["offset"]}
-    late = lateness_s(started_ns, kernels, offsets)
+    late = lateness_s(
+        started_ns,
+        kernels={rank: measured["kernel"] for rank, measured in by_rank.items()},
+        offsets={
+            rank: Offset(*measured["offset"]) for rank, measured in by_rank.items() if measured["offset"]
+        },
+    )
     # Nanoseconds: more digits would only fill the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
@@ -482,10 +486,11 @@ def measure_tasks(
     launch: int,
     timeout_s: float,
     active_case: ActiveCase,
+    record: Callable[[Result], object] | None,
     at_work: Callable[[], AbstractContextManager[object]] = nullcontext,
     deadlines: Deadlines | None = None,
-) -> Iterator[Result]:
-    """Measures the tasks, all ranks together, and yields the results on rank 0 as they come.
+) -> None:
+    """Measures the tasks, all ranks together.
 
     A single process measures the cases of several passes first, one pass after the other.
 
@@ -493,6 +498,7 @@ def measure_tasks(
         launch: number of the launch, for the results.
         timeout_s: limit of a case, seconds.
         active_case: describes what is measured, for the diagnosis of a failure.
+        record: called with each result as it comes; None on all ranks except rank 0, which alone gets complete results.
         at_work: a context entered around each case.
         deadlines: leaves out tasks without time; None measures all.
     """
@@ -500,13 +506,23 @@ def measure_tasks(
     def measure_once(task: Task) -> _Outcomes:
         active_case.begin(task.suite.name, task.case.name, task.case.params, task.impls)
         with at_work():
-            schedule = Adaptive(task.case, task.impls, ranks, instruments, active_case, timeout_s)
-            outcomes = schedule.run(world)
+            outcomes = Adaptive(task.case, task.impls, ranks, instruments, active_case, timeout_s).run(world)
         active_case.end()
         return outcomes
 
     def has_time(task: Task) -> bool:
         return deadlines is None or deadlines.agree(task, ranks)
+
+    def record_all(task: Task, passes: Sequence[_Outcomes]) -> None:
+        """Joins the samples of all passes; an impl that failed in a pass has failed."""
+        if record is None:
+            return
+        for impl in task.impls:
+            outcomes = [outcomes[impl] for outcomes in passes]
+            outcome = next((outcome for outcome in outcomes if outcome.status != "ok"), outcomes[0])
+            if len(outcomes) > 1 and outcome.status == "ok":
+                outcome = replace(outcome, samples_s=tuple(s for o in outcomes for s in o.samples_s))
+            record(to_result(task, impl, outcome, launch))
 
     repeated = [task for task in tasks if task.case.passes > 1 and ranks.size == 1 and has_time(task)]
     passes = [
@@ -514,19 +530,7 @@ def measure_tasks(
         for _ in range(max((task.case.passes for task in repeated), default=0))
     ]
     for task, *outcomes in zip(repeated, *passes, strict=True):
-        yield from _results(task, outcomes, launch)
+        record_all(task, outcomes)
     for task in tasks:
         if task not in repeated and has_time(task):
-            outcomes_once = measure_once(task)
-            if ranks.rank == 0:
-                yield from _results(task, [outcomes_once], launch)
-
-
-def _results(task: Task, passes: Sequence[_Outcomes], launch: int) -> Iterator[Result]:
-    """Joins the samples of all passes; an impl that failed in a pass has failed."""
-    for impl in task.impls:
-        outcomes = [outcomes[impl] for outcomes in passes]
-        outcome = next((outcome for outcome in outcomes if outcome.status != "ok"), outcomes[0])
-        if len(outcomes) > 1 and outcome.status == "ok":
-            outcome = replace(outcome, samples_s=tuple(s for outcome in outcomes for s in outcome.samples_s))
-        yield to_result(task, impl, outcome, launch)
+            record_all(task, [measure_once(task)])

@@ -1,7 +1,5 @@
 """The suites and tasks that a request selects, and checks that all ranks and a resumed run select the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -75,10 +73,9 @@ class Selection:
 
     def affordable(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Returns the tasks that --budget has time for by estimate; without --budget all."""
-        limit_s = self.request.budget_s
-        if limit_s is None:
+        if self.request.budget_s is None:
             return tasks
-        return budget.choose(tasks, limit_s, self.options.quick, self.measuring_processes)
+        return budget.choose(tasks, self.request.budget_s, self.options.quick, self.measuring_processes)
 
 
 def select(request: RunRequest, world_size: int | None = None) -> Selection:
@@ -158,11 +155,15 @@ def refuse_other_run(
     Raises:
         UsageError: with the first difference.
     """
-    recorded: dict[str, object] = {"options": {}, "refine": False} | header.options
+    recorded: dict[str, object] = {
+        "options": {},
+        "refine": False,
+        **header.options,
+        "suites": list(header.suites),
+        "launches": header.launches,
+    }
     requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
-    current: dict[str, object] = json.loads(json.dumps(requested))
-    recorded |= {"suites": list(header.suites), "launches": header.launches}
-    current |= {"suites": list(suites), "launches": launches}
+    current = json.loads(json.dumps(requested)) | {"suites": list(suites), "launches": launches}
     for name in current:
         if recorded.get(name) != current[name]:
             raise UsageError(

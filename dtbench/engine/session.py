@@ -4,13 +4,11 @@ Once the ranks have met, they agree on the tasks that the run file still lacks, 
 simulated ranks and then in a process group, and end with the exit code of rank 0.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -48,8 +46,6 @@ if TYPE_CHECKING:
 # How often the suites may ask for more sizes in a launch; bisection from steps of 4x down to below 2x asks
 # twice. A suite that always asks for more would measure for ever.
 MAX_REFINEMENTS = 8
-# A case that a suite wants in addition to those that it lists: suite, name, params and impls.
-_AddedCase = tuple[str, str, dict[str, Param], list[str]]
 
 
 class Session:
@@ -64,65 +60,60 @@ class Session:
 
     def run(self) -> NoReturn:
         """Measures with the other ranks, and ends this process."""
-        request, launch = self._request, self._spec.launch
+        request, spec = self._request, self._spec
         with self._rank as rank:
             selection = select(request, rank.env.world_size)
-            device_type = selection.options.device_type
+            options = selection.options
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
-            transport = choose_backend(device_type, request.backend) if communicates else None
-            rank.join(device_type, transport, agreement_of(selection) | {"launch": str(launch)})
+            transport = choose_backend(options.device_type, request.backend) if communicates else None
+            rank.join(options.device_type, transport, agreement_of(selection) | {"launch": str(spec.launch)})
             # Ranks of another launcher have each named the file by their own clock.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:
-                self._recorder = RunRecorder(selection, self._spec, self._output, rank)
+                self._recorder = RunRecorder(selection, spec, self._output, rank)
             # Rank 0 chooses: the tasks that its file lacks, with the impls that it lacks.
             impls = [] if self._recorder is None else self._recorder.remaining_impls()
             chosen = zip(selection.tasks, rank.ranks.agree(impls, vote_of_rank_0), strict=True)
             tasks = [dataclasses.replace(task, impls=tuple(impls)) for task, impls in chosen if impls]
-            for result in self._measure(selection, tasks):
-                assert self._recorder is not None
-                self._recorder.record(result)
-            rank.conclude(None if self._recorder is None else self._recorder.end())
-        if launch + 1 < request.launches and not rank.is_ours:
-            start_next_launch(launch + 1, self._output)
-        rank.exit()
-
-    def _measure(self, selection: Selection, tasks: Sequence[Task]) -> Iterator[Result]:
-        """Measures the tasks and what the suites add to them; yields the results on rank 0."""
-        rank, request, quick = self._rank, self._request, selection.options.quick
-        deadlines = None
-        if request.budget_s is not None:
-            deadlines = budget.Deadlines(tasks, self._spec.start_s + request.budget_s, quick)
-        measure = functools.partial(
-            measure_tasks,
-            launch=self._spec.launch,
-            timeout_s=request.timeout_s,
-            active_case=rank.active_case,
-            at_work=self._at_work,
-            deadlines=deadlines,
-        )
-        instruments = functools.partial(make_instruments, rank.device)
-        simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
-        if simulated and rank.env.rank == 0:
-            with simulated_world(rank.device) as world:
-                tools = instruments(barrier=lambda: None, budget=default_budget("simulated", quick))
-                yield from measure(simulated, world, AloneRanks(), tools)
-        rank.wait_for_all()
-        # A resumed run may have measured its listed sizes, but not those that refine them.
-        real = real or self._agree_on_added_tasks(selection)
-        if not real:
-            return
-        with rank.process_group(selection.options.mesh, request.timeout_s) as (group, barrier):
-            tools = instruments(
-                barrier=barrier,
-                budget=default_budget("ranks", quick),
-                clock_offset=functools.partial(rank.clock_offset, time.perf_counter_ns),
+            deadlines = None
+            if request.budget_s is not None:
+                deadlines = budget.Deadlines(tasks, spec.start_s + request.budget_s, options.quick)
+            simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
+            measure = functools.partial(
+                measure_tasks,
+                launch=spec.launch,
+                timeout_s=request.timeout_s,
+                active_case=rank.active_case,
+                record=None if self._recorder is None else self._recorder.record,
+                at_work=self._at_work,
+                deadlines=deadlines,
             )
-            for _ in range(MAX_REFINEMENTS):
-                yield from measure(real, group, rank.ranks, tools)
-                real = self._agree_on_added_tasks(selection)
-                if not real:
-                    break
+            if simulated and rank.env.rank == 0:
+                instruments = make_instruments(
+                    rank.device, barrier=lambda: None, budget=default_budget("simulated", options.quick)
+                )
+                with simulated_world(rank.device) as world:
+                    measure(simulated, world, AloneRanks(), instruments)
+            rank.wait_for_all()
+            # A resumed run may have measured its listed sizes, but not those that refine them.
+            real = real or self._agree_on_added_tasks(selection)
+            if real:
+                with rank.process_group(options.mesh, request.timeout_s) as (group, barrier):
+                    instruments = make_instruments(
+                        rank.device,
+                        barrier=barrier,
+                        budget=default_budget("ranks", options.quick),
+                        clock_offset=functools.partial(rank.clock_offset, time.perf_counter_ns),
+                    )
+                    for _ in range(MAX_REFINEMENTS):
+                        measure(real, group, rank.ranks, instruments)
+                        real = self._agree_on_added_tasks(selection)
+                        if not real:
+                            break
+            rank.conclude(None if self._recorder is None else self._recorder.end())
+        if spec.launch + 1 < request.launches and not rank.is_ours:
+            start_next_launch(spec.launch + 1, self._output)
+        rank.exit()
 
     def _agree_on_added_tasks(self, selection: Selection) -> list[Task]:
         """Returns what the suites want to measure beyond their listed cases, according to rank 0's results.
@@ -132,13 +123,12 @@ class Session:
         if not selection.options.refine:
             return []
         added = [] if self._recorder is None else self._recorder.added_cases()
-        suites = {suite.name: suite for suite in selection.suites}
-        tasks = []
-        for name, case, params, impls in self._rank.ranks.agree(added, vote_of_rank_0):
-            refinement = suites[name].refinement
-            assert refinement is not None
-            tasks.append(Task(suites[name], refinement.case(selection.options, case, params), tuple(impls)))
-        return tasks
+        refined = {suite.name: (suite, suite.refinement) for suite in selection.suites if suite.refinement}
+        return [
+            Task(suite, refinement.case(selection.options, case, params), tuple(impls))
+            for name, case, params, impls in self._rank.ranks.agree(added, vote_of_rank_0)
+            for suite, refinement in [refined[name]]
+        ]
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -150,8 +140,9 @@ class Session:
 
     def _record_failure(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
         """Records the failed result and prints the last line, under another launcher and in a helper thread."""
-        writer = None if self._recorder is None else self._recorder.writer
-        record_failure(diagnosis, case, self._output, writer)
+        record_failure(
+            diagnosis, case, self._output, None if self._recorder is None else self._recorder.writer
+        )
 
 
 class RunRecorder:
@@ -196,8 +187,11 @@ class RunRecorder:
             "" if request.brief else f"into {self.writer.path}:",
             budget.forecast(affordable, selection.tasks, options.quick, selection.measuring_processes),
         ]
-        end_s = None if request.budget_s is None else spec.start_s + request.budget_s
-        self._progress = Progress(" ".join(filter(None, words)), estimates_s, end_s)
+        self._progress = Progress(
+            " ".join(filter(None, words)),
+            estimates_s,
+            None if request.budget_s is None else spec.start_s + request.budget_s,
+        )
 
     def _remaining(self, tasks: Iterable[Task]) -> list[Task]:
         return remaining(tasks, self.writer.results, self._launch)
@@ -207,12 +201,16 @@ class RunRecorder:
         impls = {id(task.case): list(task.impls) for task in self._remaining(self._selection.tasks)}
         return [impls.get(id(task.case), []) for task in self._selection.tasks]
 
-    def added_cases(self) -> list[_AddedCase]:
-        """Returns what the suites want beyond the selection, according to the results so far."""
+    def added_cases(self) -> list[tuple[str, str, dict[str, Param], list[str]]]:
+        """Returns suite, name, params and impls of the cases that the suites want beyond the selection.
+
+        The results so far show which these are.
+        """
         selection, results = self._selection, list(self.writer.results.values())
         options = selection.options
-        added = refinement_tasks(selection.suites, options, selection.filters, results, self._launch)
-        tasks = self._remaining(added)
+        tasks = self._remaining(
+            refinement_tasks(selection.suites, options, selection.filters, results, self._launch)
+        )
         if tasks:
             self._progress.more([budget.impl_s(task, options.quick) for task in tasks for _ in task.impls])
         return [(t.suite.name, t.case.name, dict(t.case.params), list(t.impls)) for t in tasks]
@@ -289,7 +287,7 @@ def say_complete(run: Run) -> int:
 
 
 def make_instruments(
-    device: torch.device,
+    device: "torch.device",
     *,
     barrier: Callable[[], None],
     budget: Budget,

@@ -1,7 +1,5 @@
 """The tasks of a run: cases of suites with the impls to measure, listed, filtered and labelled."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex
@@ -35,8 +33,7 @@ class Task:
         return label_of(self.suite.name, self.case)
 
     def key(self, impl: str, launch: int) -> ResultKey:
-        params = tuple(sorted(self.case.params.items()))
-        return (self.suite.name, self.case.name, impl, params, launch)
+        return (self.suite.name, self.case.name, impl, tuple(sorted(self.case.params.items())), launch)
 
 
 def label_of(suite: str, case: Case | Result) -> str:
@@ -127,10 +124,9 @@ def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:
     except (UsageError, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # including sys.exit
-        place = format_location(error, suite.cases)
         raise UsageError(
-            f"the suite {suite.name} failed to list its cases: {mask(describe(error))}{place}; "
-            f"correct the suite or leave it out"
+            f"the suite {suite.name} failed to list its cases: {mask(describe(error))}"
+            f"{format_location(error, suite.cases)}; correct the suite or leave it out"
         ) from error
 
 

@@ -7,8 +7,6 @@ Connections are those of multiprocessing; the end of the stream means that the o
 imports the standard library alone, so that a process may fork or run the code of another revision afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -22,7 +20,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Self
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _Handler = Callable[[int, FrameType | None], object]  # handles a signal
@@ -62,10 +60,6 @@ class StartedProgram:
                 start_new_session=True,
                 pass_fds=fds,
             )
-        except BaseException:
-            if self._connection is not None:
-                self._connection.close()
-            raise
         finally:
             if child_end is not None:
                 child_end.close()
@@ -92,7 +86,7 @@ class StartedProgram:
             self._connection.close()
         return code
 
-    def __enter__(self) -> StartedProgram:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,10 +194,8 @@ def end_with_launcher(launcher_pid: int) -> None:
 
 def ending_signals() -> frozenset[signal.Signals]:
     """Returns the signals that end this process, including SIGHUP unless it is ignored (nohup)."""
-    ending = {signal.SIGINT, signal.SIGTERM}
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        ending.add(signal.SIGHUP)
-    return frozenset(ending)
+    hangups = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    return frozenset({signal.SIGINT, signal.SIGTERM, *hangups})
 
 
 @contextlib.contextmanager

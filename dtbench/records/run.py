@@ -279,7 +279,10 @@ def _encode_checked(result: Result) -> bytes:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Disables the garbage collector while large files are read, since it would repeatedly scan acyclic data."""
+    """Disables the garbage collector within the block: while samples are taken, or while large files are read.
+
+    Reading a file, it would repeatedly scan acyclic data.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -4,8 +4,6 @@ This is the only place that merges launches and combines the implementations of 
 the report use it. Column names contain units, as in the run file. Missing values are NA, or NaN in columns of floats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -91,10 +89,13 @@ def timed_frames(runs: Sequence[Run], figures: Collection[str]) -> dict[str, pd.
     The frames contain only the given figures, `median_s` and the counters. For a hundred thousand results, computing
     the other columns would take longer than reading the files.
     """
-    pairs = ((run, result) for run in runs for result in run.results)
-    timed = ((run, r) for run, r in pairs if r.status == "ok" and r.time_s and r.time_s.median > 0)
-    by_suite = group_by(timed, lambda pair: pair[1].suite)
-    return {suite: _results_frame(rows, {*figures, "median_s"}) for suite, rows in by_suite.items()}
+    timed = (
+        (run, r) for run in runs for r in run.results if r.status == "ok" and r.time_s and r.time_s.median > 0
+    )
+    return {
+        suite: _results_frame(rows, {*figures, "median_s"})
+        for suite, rows in group_by(timed, lambda pair: pair[1].suite).items()
+    }
 
 
 def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str] = ()) -> pd.DataFrame:
@@ -105,7 +106,10 @@ def _results_frame(pairs: Sequence[tuple[Run, Result]], figures: Collection[str]
     values_by_column: dict[str, Callable[[], Sequence[object]]] = {
         "run_id": lambda: [run.header.run_id for run, _ in pairs],
         **{name: partial(_field, results, name) for name in ("suite", "name", "impl", "launch")},
-        "case": lambda: [numbers.setdefault(_case(r), len(numbers)) for r in results],
+        "case": lambda: [
+            numbers.setdefault((suite, name, params), len(numbers))
+            for suite, name, _, params in (r.case_key for r in results)
+        ],
         **{name: partial(_field, results, name) for name in ("status", "reason", "rank", "clock")},
         "samples": partial(_field, times, "n"),
         **{name: partial(_field, times, name.removesuffix("_s")) for name in TIME_COLUMNS},
@@ -174,7 +178,7 @@ def as_runs(runs: Runs) -> list[Run]:
     return [run if isinstance(run, Run) else read_run(run) for run in run_list]
 
 
-def cells(column: pd.Series[Any]) -> list[Any]:
+def cells(column: "pd.Series[Any]") -> list[Any]:
     """Returns the column's values as Python objects; None for a missing one."""
     return column.astype(object).where(column.notna(), None).tolist()
 
@@ -212,16 +216,13 @@ def _merged(results: pd.DataFrame) -> pd.DataFrame:
         high_s, estimate_s = launches["p75_s"].quantile(0.75), figures["estimate_s"]
         has_spread = (estimate_s > 0) & (launches["samples"].sum() > 1)  # a single sample has no spread
         figures["spread"] = (high_s / estimate_s.where(has_spread) - 1).clip(lower=0)
-    counters = [c for c in timed.columns if c.startswith(COUNTER)]
-    figures = figures.join(launches[["size_bytes", *counters]].first())
-    figures = figures.assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())
-    figures = figures.reindex(results["case"].drop_duplicates())
+    constants = ["size_bytes", *(c for c in timed.columns if c.startswith(COUNTER))]
+    figures = (
+        figures.join(launches[constants].first())
+        .assign(launches=launches.size().astype("Int64"), samples=launches["samples"].sum())
+        .reindex(results["case"].drop_duplicates())
+    )
     return figures.assign(status=not_ok["status"].first().reindex(figures.index).fillna("ok"))
-
-
-def _case(result: Result) -> tuple[object, ...]:
-    suite, name, _, params = result.case_key
-    return suite, name, params
 
 
 def _rank_spreads(results: Sequence[Result]) -> list[float | None]:
@@ -264,7 +265,7 @@ def _names(mappings: Iterable[Mapping[str, object]]) -> list[str]:
     return list(dict.fromkeys(name for mapping in mappings for name in mapping))
 
 
-def _column(values: Sequence[object], kind: type) -> pd.Series[Any]:
+def _column(values: Sequence[object], kind: type) -> "pd.Series[Any]":
     if kind in (str, object) and any(isinstance(value, str) and "\0" in value for value in set(values)):
         values = [_text(value) if isinstance(value, str) else value for value in values]
     return pd.Series(values, dtype=_DTYPES.get(kind, "object"))

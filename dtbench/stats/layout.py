@@ -90,7 +90,10 @@ def _layout_of_dim(
         per_host = _range(number for count in counts for number in count.values())
         host_pairs = (itertools.combinations(sorted(map(str, count)), 2) for count in counts)
         pairs = max(Counter(itertools.chain.from_iterable(host_pairs)).values(), default=0)
-    nodes = {rank: _numa_nodes(facts) for rank, facts in ranks.items()}
+    nodes = {
+        rank: [facts.device_numa_node] if facts.device_numa_node is not None else facts.numa_nodes or ()
+        for rank, facts in ranks.items()
+    }
     per_group = [{(hosts[r], node) for r in group for node in nodes.get(r, ())} for group in groups]
     return DimLayout(
         name,
@@ -107,11 +110,6 @@ def _layout_of_dim(
 def _range(numbers: Iterable[int]) -> tuple[int, int]:
     values = list(numbers)
     return min(values), max(values)
-
-
-def _numa_nodes(facts: RankFacts) -> list[int]:
-    device = facts.device_numa_node
-    return [device] if device is not None else list(facts.numa_nodes or ())
 
 
 def _nvlink_pairs(

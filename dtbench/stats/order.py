@@ -34,11 +34,13 @@ def estimate_s(samples_s: Sequence[float], case: Case | Result) -> float:
 
 def estimates_s(samples_s: Sequence[NDArray[np.float64]], results: Sequence[Result]) -> list[float | None]:
     """Returns `estimate_s` for each set of samples; None for an empty one."""
-    shares = [
-        SHARES[estimator_of(result)] if len(samples) else None
-        for samples, result in zip(samples_s, results, strict=True)
-    ]
-    return batch_quantiles(samples_s, shares)
+    return batch_quantiles(
+        samples_s,
+        [
+            SHARES[estimator_of(result)] if len(samples) else None
+            for samples, result in zip(samples_s, results, strict=True)
+        ],
+    )
 
 
 def batch_quantiles(
@@ -92,7 +94,11 @@ def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated
     Args:
         interpolated: interpolate between replicates. Otherwise both ends are replicates, as indices have to be.
     """
-    tails = [(1 - share) / 2, (1 + share) / 2]
     return np.asarray(
-        np.quantile(replicates, tails, axis=0, method="linear" if interpolated else "inverted_cdf")
+        np.quantile(
+            replicates,
+            [(1 - share) / 2, (1 + share) / 2],
+            axis=0,
+            method="linear" if interpolated else "inverted_cdf",
+        )
     )

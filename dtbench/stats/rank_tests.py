@@ -94,16 +94,16 @@ def rank_test(base: Sequence[float], head: Sequence[float]) -> RankTest:
         if not side or not all(map(math.isfinite, side)):
             raise ValueError(f"got {name}={list(side)[:5]}: expected at least one value, all finite")
     doubled = _doubled_ranks([*base, *head])
-    observed = sum(doubled[len(base) :])
     if len(doubled) > _EXACT_UP_TO:
         from scipy.stats import mannwhitneyu  # importing it takes longer than a short comparison
 
-        slower, faster = (
-            float(mannwhitneyu(head, base, alternative=side, method="asymptotic").pvalue)
-            for side in ("greater", "less")
+        return RankTest(
+            *(
+                float(mannwhitneyu(head, base, alternative=side, method="asymptotic").pvalue)
+                for side in ("greater", "less")
+            )
         )
-        return RankTest(slower, faster)
-    return _exact_test(tuple(sorted(doubled)), len(head), observed)
+    return _exact_test(tuple(sorted(doubled)), len(head), sum(doubled[len(base) :]))
 
 
 @lru_cache(maxsize=4096)
@@ -145,8 +145,7 @@ def _bound_rank(n: int, confidence: float) -> int:
 
 
 def _logs(values: Sequence[float], name: str) -> list[float]:
-    bad = [v for v in values if not (math.isfinite(v) and v > 0)]
-    if bad or not values:
+    if not values or not all(math.isfinite(v) and v > 0 for v in values):
         raise ValueError(
             f"got {name}={list(values)[:5]}: expected at least one value, all finite and above 0"
         )

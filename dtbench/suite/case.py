@@ -3,8 +3,6 @@
 Names end with their unit: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Device meshes as names and sizes of their dims, and the groups of ranks along each dim."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Sequence

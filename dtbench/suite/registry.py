@@ -86,8 +86,9 @@ def sweep(
     """
     shared = tuple(dim for dim in options.mesh if dim[1] > 1)
     sizes_bytes = options.sizes_bytes if sizes is None or options.sizes_chosen else sizes
-    axes = shared if dims is None else dims, options.dtypes if dtypes is None else dtypes, sizes_bytes
-    for (mesh_dim, ranks), dtype, size_bytes in itertools.product(*axes):
+    for (mesh_dim, ranks), dtype, size_bytes in itertools.product(
+        shared if dims is None else dims, options.dtypes if dtypes is None else dtypes, sizes_bytes
+    ):
         yield SweepPoint(mesh_dim, ranks, dtype, size_bytes)
 
 
@@ -105,7 +106,6 @@ class World(Protocol):
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
         """Returns a mesh of all ranks in another shape. The same mesh for every call with this shape."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -219,18 +219,16 @@ def no_suite(name: str) -> UsageError:
     refuse_other_kind(Path(name), "a suite")
     files = [path for path in (Path(f"{name}.py"), *sorted(Path(name).glob("*.py"))) if path.is_file()]
     suites = [str(path) for path in files if b"dtbench" in path.read_bytes()]
-    near = nearest(name.partition("/")[0], read_builtin())
     return UsageError(
         f"no suite is called {name!r}: the suites are {', '.join(read_builtin())}, or give the path of a .py file"
-        f"{f'. Did you mean {suites[0]!r}?' if suites else near}"
+        f"{f'. Did you mean {suites[0]!r}?' if suites else nearest(name.partition('/')[0], read_builtin())}"
     )
 
 
 def _builtin(name: str) -> Suite:
     """Imports a built-in suite without the others, one of which imports torch.distributed.tensor (0.6 s)."""
-    module = importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")
-    suites = [s for s in vars(module).values() if isinstance(s, Suite) and s.name == name]
-    return suites[0] if suites else _registered[name]
+    members = vars(importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")).values()
+    return next((s for s in members if isinstance(s, Suite) and s.name == name), None) or _registered[name]
 
 
 def _load_file(path: Path) -> list[Suite]:
@@ -258,12 +256,10 @@ def _load_file(path: Path) -> list[Suite]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # including sys.exit, whose code would be mistaken for one of dtbench's
-        reason = (
-            describe(error)
-            + format_location(error, spec.origin)
-            + _IMPORTABLE * isinstance(error, ImportError)
-        )
-        raise UsageError(f"the suite file {path} failed to load: {reason}") from error
+        raise UsageError(
+            f"the suite file {path} failed to load: {describe(error)}{format_location(error, spec.origin)}"
+            f"{_IMPORTABLE if isinstance(error, ImportError) else ''}"
+        ) from error
     finally:  # last on sys.path for dtbench's later imports
         sys.path[:] = [*(entry for entry in sys.path if entry != str(folder)), str(folder)]
     # A user's file may import built-in modules, which register their own suites.

@@ -16,6 +16,7 @@ from dtbench.engine.measure import Subject
 from dtbench.engine.ranks import StoreRanks
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine_ranks, measure_tasks
 from dtbench.engine.tasks import Task
+from dtbench.records.result import Result
 from dtbench.suite import Case, Skip, Workload
 from dtbench.suite.registry import Suite
 
@@ -280,17 +281,17 @@ def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> No
     # 1, 2 and 3 ms in the first, second and third pass: the fastest is of one pass alone.
     slower = trial.impl("core", lambda _rank, _call: 1e-3 * order.count("steady"))
     tasks = [task("once", 1, trial.impl("other")), task("steady", 3, slower), task("bad", 3, fails)]
-    results = list(
-        measure_tasks(
-            tasks,
-            0,
-            trial.ranks(0),
-            trial.tools(0),
-            launch=0,
-            timeout_s=60.0,
-            active_case=active_case,
-            at_work=lambda: nullcontext(order.append(active_case.name)),
-        )
+    results = list[Result]()
+    measure_tasks(
+        tasks,
+        0,
+        trial.ranks(0),
+        trial.tools(0),
+        launch=0,
+        timeout_s=60.0,
+        active_case=active_case,
+        record=results.append,
+        at_work=lambda: nullcontext(order.append(active_case.name)),
     )
     assert order == ["steady", "bad"] * 3 + ["once"]
     assert [result.status for result in results] == ["ok", "skipped", "ok"]
