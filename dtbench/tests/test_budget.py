@@ -21,9 +21,12 @@ def build(_world: Any) -> Any:
 
 
 def task(suite: str, name: str, world: WorldKind = "ranks", **params: Param) -> Task:
-    size = params.get("size")
-    case = Case(name, params, {"core": build}, size_bytes=int(size) if size is not None else None)
+    case = Case(name, params, {"core": build}, size_bytes=int(params["size"]) if "size" in params else None)
     return Task(Suite(suite, lambda plan: iter(()), world, ""), case, ("core",))
+
+
+def curve_of(task: Task) -> str:
+    return task.label.split(" size=")[0]
 
 
 SWEEPS = [
@@ -38,11 +41,9 @@ OPS = [task("ops", name, "simulated", variant=k) for name in ("add", "mul") for 
 
 def test_curves_have_their_ends_and_their_middle_before_one_has_more() -> None:
     ordered = budget.by_importance([*ALONE, *SWEEPS])
-    curves = [ordered[at : at + 3] for at in range(0, 12, 3)]
-    for curve in curves:
-        assert [t.case.params["size"] for t in curve] == [1, 256, 16]
-        assert len({t.label.split(" size=")[0] for t in curve}) == 1
-    assert {t.case.name for t, *_ in curves[:2]} == {"reduce", "gather"}
+    assert [t.case.params["size"] for t in ordered[:12]] == [1, 256, 16] * 4
+    assert [len({*map(curve_of, ordered[at : at + 3])}) for at in range(0, 12, 3)] == [1] * 4
+    assert {t.case.name for t in ordered[:6]} == {"reduce", "gather"}
     assert ALONE[0] in ordered[12:17]  # what accompanies the sweep comes after three sizes of it
     assert {t.label for t in ordered} == {t.label for t in [*SWEEPS, *ALONE]}
 
@@ -51,16 +52,16 @@ def test_curves_have_their_ends_and_their_middle_before_one_has_more() -> None:
 def test_a_curve_has_three_sizes_or_none(seconds: float) -> None:
     """An impl takes 0.1 s, so none of these budgets suffices for all curves."""
     chosen = budget.choose(budget.by_importance(SWEEPS), budget.start_s(1) + 1.0 + seconds, False, 1)
-    sizes = Counter(t.label.split(" size=")[0] for t in chosen)
+    sizes = Counter(map(curve_of, chosen))
     assert min(sizes.values()) >= 3 and len(sizes) == min(max(int(seconds / 0.3 + 1e-9), 1), 4)
 
 
 def test_curves_used_by_calibration_get_three_sizes_first() -> None:
     listed = list_tasks(load(["collectives"]), RunRequest().resolve("cpu", 4))
     ordered = budget.by_importance(listed)
-    curves = {t.label.split(" size=")[0] for t in listed if is_calibrated_with(t.case)}
-    first = [t.label.split(" size=")[0] for t in ordered[: 3 * len(curves)]]
-    assert Counter(first) == dict.fromkeys(curves, 3) and len({t.case.name for t in ordered[:18]}) == 6
+    curves = {curve_of(t) for t in listed if is_calibrated_with(t.case)}
+    assert Counter(map(curve_of, ordered[: 3 * len(curves)])) == dict.fromkeys(curves, 3)
+    assert len({t.case.name for t in ordered[:18]}) == 6
 
 
 @pytest.mark.parametrize("seconds", [1.0, 15.0, 60.0])
@@ -100,14 +101,13 @@ def test_too_small_budget_still_chooses_one_curve() -> None:
 def test_a_suite_that_is_late_leaves_the_others_their_share() -> None:
     tasks = budget.by_importance([*OPS, *SWEEPS])  # 40 and 36 impls of 0.1 s: shares of 0.53 and 0.47
     deadlines = budget.Deadlines(tasks, 101.0, quick=False)
-    assert deadlines.allows(tasks[0], 0.0)
     # A case took 17.5 s: another would end at 52.5 of 52.6 s, a third after it.
-    assert deadlines.allows(tasks[1], 35.0 / 2) and deadlines.allows(tasks[2], 35.0)
-    assert not deadlines.allows(tasks[3], 52.5) and not deadlines.allows(tasks[4], 52.5)
-    curve = tasks[len(OPS) :]
-    assert deadlines.allows(curve[0], 90.0)
-    assert deadlines.allows(curve[2], 99.9)  # a curve that was begun is ended
-    assert not deadlines.allows(curve[3], 99.9)
+    begun_s = (0.0, 35.0 / 2, 35.0, 52.5, 52.5)
+    allowed = [deadlines.allows(task, s) for task, s in zip(tasks, begun_s, strict=False)]
+    assert allowed == [True, True, True, False, False]
+    # A curve that was begun is ended.
+    allowed = [deadlines.allows(tasks[len(OPS) + at], s) for at, s in ((0, 90.0), (2, 99.9), (3, 99.9))]
+    assert allowed == [True, True, False]
 
 
 @pytest.mark.parametrize(("left_s", "allowed"), [(0.31, True), (0.29, False)])

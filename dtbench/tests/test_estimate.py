@@ -11,6 +11,7 @@ from msgspec import structs
 
 from dtbench.cost.estimate import estimate_call, estimate_collective
 from dtbench.records.topology import CalibratedTopology, Residuals
+from dtbench.tests.made_up import ring_us
 from dtbench.tests.made_up_topology import a_dim, a_topology, curve_of, ring_dim
 from dtbench.tests.test_export import module_of
 from dtbench_core.cost.topology import read_curve
@@ -58,9 +59,9 @@ def test_core_export_and_dtbench_interpolate_tables_alike() -> None:
         topology = a_topology(a_dim("tp", 8, 1.0, 1.0, collectives={"all_reduce": curve}))
         exported = module_of(topology, "inductor").CURVES["tp", "all_reduce"]
         for size in 2 ** rng.uniform(0, 36, 30):
-            expected = straight_lines_us(list(zip(sizes, times, strict=True)), float(size))
+            us = straight_lines_us(list(zip(sizes, times, strict=True)), float(size))
             prices = [core.us(size), exported.us(size), estimate_call(curve, size).time_us]
-            assert prices == pytest.approx([expected] * 3, rel=1e-9)
+            assert prices == pytest.approx([us] * 3, rel=1e-9)
 
 
 def test_estimates_are_monotone_and_continuous() -> None:
@@ -80,6 +81,7 @@ def test_estimates_are_monotone_and_continuous() -> None:
 @pytest.mark.parametrize(
     ("spread", "size", "size_factor", "half_width"),
     [
+        (1.5, 40, 1, 1.5),
         (1.5, 256, 1, 1.5),
         (1.5, 512, 2, 1.5**2),
         (1.5, 1024, 4, 1.5**3),
@@ -96,11 +98,6 @@ def test_intervals_widen_with_every_doubling_outside_the_table(
     assert (got.size_factor, got.extrapolated) == (size_factor, size_factor > 1)
 
 
-def test_estimate_within_the_table_has_its_interval() -> None:
-    inside = estimate_call(curve_of(SIZES, TIMES, spread=1.5), 40 * KIB)
-    assert (inside.low_us, inside.time_us, inside.high_us) == pytest.approx((230 / 1.5, 230, 230 * 1.5))
-
-
 @pytest.mark.parametrize("size", [0, -1, 0.5, math.nan])
 def test_estimate_call_refuses_sizes_below_1(size: float) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
@@ -112,19 +109,21 @@ def test_estimate_call_refuses_sizes_below_1(size: float) -> None:
 
 def test_estimates_for_other_ranks_follow_the_ring() -> None:
     """The made-up curves are the ring's own, so scaling them has to give the ring's time at any size and ranks."""
-    for (measured, bandwidth, us), dim in zip(DIMS.values(), topology().dims, strict=True):
+    for (measured, bandwidth, latency_us), dim in zip(DIMS.values(), topology().dims, strict=True):
         for ranks, size in itertools.product((2, measured, measured * 16, 4096), (1024, 2**26)):
-            at = estimate_collective(dim, "all_gather", ranks, size)
-            ring = 6.6 + (ranks - 1) * us + size / 2**30 * (ranks - 1) / ranks / bandwidth * 1e6
-            assert at.time_us == pytest.approx(ring)
-            assert at.ranks_factor == ranks / measured and at.extrapolated == (ranks != measured)
+            estimate = estimate_collective(dim, "all_gather", ranks, size)
+            assert estimate.time_us == pytest.approx(
+                ring_us("all_gather", size, ranks, bandwidth, latency_us)
+            )
+            extrapolation = (estimate.ranks_factor, estimate.extrapolated)
+            assert extrapolation == (ranks / measured, ranks != measured)
 
 
 def test_ring_scales_measured_times() -> None:
     slow = a_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
-    ring = [6.6 + 2 * (n - 1) * 2 + 2**-4 * 2 * (n - 1) / n / 150 * 1e6 for n in (8, 32)]
-    got = estimate_collective(slow, "all_reduce", 32, 2**26).time_us
-    assert got == pytest.approx(9000 * ring[1] / ring[0])
+    eight_us, more_us = (ring_us("all_reduce", 2**26, ranks, 150, 2) for ranks in (8, 32))
+    time_us = estimate_collective(slow, "all_reduce", 32, 2**26).time_us
+    assert time_us == pytest.approx(9000 * more_us / eight_us)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +139,11 @@ def test_intervals_widen_with_doublings_of_ranks_and_size(ranks: int, size: int,
 def test_unmeasured_collectives_use_the_formula() -> None:
     residuals = Residuals(geometric_mean_ratio=1.2, worst_ratio=1.5, points=())
     dim = a_dim("tp", 8, 150.0, 2.0, residuals=residuals)
-    at = estimate_collective(dim, "all_gather", 8, 2**26)
-    beyond = estimate_collective(dim, "all_gather", 8, 2**32)  # it was fitted up to 1 GiB
-    assert at.time_us == pytest.approx(6.6 + 7 * 2 + 2**-4 * 7 / 8 / 150 * 1e6)
-    assert (at.by_formula, at.extrapolated, beyond.size_factor) == (True, True, 4)
-    assert (at.high_us / at.time_us, beyond.high_us / beyond.time_us) == pytest.approx((1.5, 1.5**3))
+    # The formula was fitted up to 1 GiB.
+    within, beyond = (estimate_collective(dim, "all_gather", 8, size) for size in (2**26, 2**32))
+    assert within.time_us == pytest.approx(ring_us("all_gather", 2**26, 8, 150, 2))
+    assert (within.by_formula, within.extrapolated, beyond.size_factor) == (True, True, 4)
+    assert (within.high_us / within.time_us, beyond.high_us / beyond.time_us) == pytest.approx((1.5, 1.5**3))
 
 
 def test_flat_tables_are_extrapolated_with_slopes_of_other_collectives() -> None:
@@ -156,8 +155,8 @@ def test_flat_tables_are_extrapolated_with_slopes_of_other_collectives() -> None
     per_byte = 3 / 4 / 20 / 2**30 * 1e6  # as the gather's and half the all-reduce's
     assert at.time_us == pytest.approx(3870 + (208 - 16) * 2**20 * per_byte)
     assert further.time_us == pytest.approx(3870 + (2**30 - 2**24) * per_byte)
-    own = estimate_collective(measured, "all_gather", 4, 2**34)  # as many doublings beyond its own table
-    assert math.log(further.high_us / further.time_us) > 1.5 * math.log(own.high_us / own.time_us)
-    assert (
-        estimate_collective(dim, "reduce_scatter", 4, 2**20).time_us == 3870
-    )  # inside it is what was measured
+    # As many doublings beyond a table with a slope.
+    sloped = estimate_collective(measured, "all_gather", 4, 2**34)
+    assert math.log(further.high_us / further.time_us) > 1.5 * math.log(sloped.high_us / sloped.time_us)
+    # Inside the table it is what was measured.
+    assert estimate_collective(dim, "reduce_scatter", 4, 2**20).time_us == 3870

@@ -51,16 +51,16 @@ OTHERS = [
 
 
 def test_overhead_of_an_op_is_the_median_of_the_single_ops() -> None:
-    alone = findings(made_up.run(single_ops(12)))
     # 8 + 2 k and 4 + k us, k = 5.5 in the middle.
-    assert alone[0].startswith(
+    overhead = (
         "dispatch: an op takes 19.0 µs more with torch’s DTensor, 9.50 µs more with dtbench’s core: "
         "median of 12 single ops (add, mul_scalar, "
     )
-    assert findings(made_up.run([*OTHERS, *single_ops(12)]))[0] == alone[0]
-    (some, *_) = findings(made_up.run([*OTHERS, *single_ops(5)]))
-    assert "an op takes 12.0 µs more with torch’s DTensor" in some and "median of 5 of 12 single ops" in some
-    assert not [line for line in findings(made_up.run([*OTHERS, *single_ops(4)])) if "an op takes" in line]
+    for others in ([], OTHERS):
+        assert findings(made_up.run([*others, *single_ops(12)]))[0].startswith(overhead)
+    of_five = findings(made_up.run([*OTHERS, *single_ops(5)]))[0]
+    assert "an op takes 12.0 µs more" in of_five and "median of 5 of 12 single ops" in of_five
+    assert "an op takes" not in str(findings(made_up.run([*OTHERS, *single_ops(4)])))
 
 
 def test_each_kind_of_call_has_its_own_mean() -> None:
@@ -74,8 +74,7 @@ def test_each_kind_of_call_has_its_own_mean() -> None:
         "dispatch: single ops on tensors that require gradients: the core is 1.80x faster than "
         "torch.distributed.tensor, geometric mean of 5 cases, from 1.8x to 1.8x"
     ) in lines
-    kinds = [line.split(": ")[1] for line in lines[1:]]
-    assert kinds == [
+    assert [line.split(": ")[1] for line in lines[1:]] == [
         "single ops",
         "optimizer steps, clipping and other calls of many ops",
         "redistributions to the same placement",
@@ -91,18 +90,13 @@ def test_each_kind_of_call_has_its_own_mean() -> None:
 
 def test_slow_floor_is_reported_as_no_floor() -> None:
     times = [{"local": 3.0, "core": 2.0, "torch": 4.0}, {"local": 1.05, "core": 1.0}, {"core": 1.0}]
-    assert describe_slow_floors(times) == [
-        "the floor (local) is slower than core in 1 of 2 cases: it is not a floor there"
-    ]
-    both = [{"local": 3.0, "core": 2.0, "torch": 2.0}]
-    assert describe_slow_floors(both) == [
-        "the floor (local) is slower than core in 1 of 1 case and torch in 1 of 1 case: it is not a floor there"
-    ]
+    floor = "the floor (local) is slower than core in 1 of {}: it is not a floor there"
+    assert describe_slow_floors(times) == [floor.format("2 cases")]
+    two = floor.format("1 case and torch in 1 of 1 case")
+    assert describe_slow_floors([{"local": 3.0, "core": 2.0, "torch": 2.0}]) == [two]
     assert describe_slow_floors([{"local": 1.0, "core": 2.0}, {"whole": 3.0, "core": 2.0}]) == []
-    mine = [timed("mine", "a", impl, s) for impl, s in (("core", 1e-3), ("local", 2e-3))]
-    assert (
-        findings(made_up.run(mine))[-1] == f"mine: {describe_slow_floors([{'core': 1.0, 'local': 2.0}])[0]}"
-    )
+    results = [timed("mine", "a", impl, seconds) for impl, seconds in (("core", 1e-3), ("local", 2e-3))]
+    assert findings(made_up.run(results))[-1] == f"mine: {floor.format('1 case')}"
 
 
 def test_findings_of_more_ranks_than_cores_are_marked_unreliable() -> None:
@@ -116,12 +110,13 @@ def test_findings_of_more_ranks_than_cores_are_marked_unreliable() -> None:
         for n, s in ((4096, 1e-4), (2**20, 1e-3))
     ]
     quiet = made_up.run([*steps, *sums], "a.jsonl", machine={"cpu": {"usable_cores": 8}})
-    of_sums = "collectives: 2 results, fastest all_reduce size=4 KiB groups=together c10d at 100 µs, slowest all_reduce"
     fast, slow = findings(quiet)
     assert fast == (
         "steps: the core is 3.00x faster than torch.distributed.tensor, geometric mean of 5 cases, from 3.0x to 3.0x"
     )
-    assert slow.startswith(of_sums)
+    assert slow.startswith(
+        "collectives: 2 results, fastest all_reduce size=4 KiB groups=together c10d at 100 µs, slowest all_reduce"
+    )
     assert next_commands(quiet) == [
         "next: dtbench show a.jsonl",
         "      dtbench calibrate a.jsonl -o a.topology.json",
@@ -147,10 +142,12 @@ def test_launches_in_which_all_took_longer_are_drift(late: dict[str, float], dri
 
 
 def test_unknown_suite_reports_its_fastest_and_slowest_result() -> None:
-    one = made_up.result("mine", "matmul", "torch", {"n": 64}, [4e-6] * 3)
-    other = made_up.result("mine", "matmul", "torch", {"n": 256}, [1e-4] * 3)
-    assert findings(made_up.run([one])) == ["mine: matmul n=64 torch 4.00 µs +0%"]
-    assert findings(made_up.run([one, other])) == [
+    results = [
+        made_up.result("mine", "matmul", "torch", {"n": n}, [seconds] * 3)
+        for n, seconds in ((64, 4e-6), (256, 1e-4))
+    ]
+    assert findings(made_up.run(results[:1])) == ["mine: matmul n=64 torch 4.00 µs +0%"]
+    assert findings(made_up.run(results)) == [
         "mine: 2 results, fastest matmul n=64 torch at 4.00 µs, slowest matmul n=256 torch at 100 µs"
     ]
     assert findings(made_up.run([])) == []
@@ -186,6 +183,6 @@ def test_resume_needs_the_original_command(
     path = made_up.write(tmp_path / "x.jsonl", made_up.run([], argv=argv))
     resuming = ["--resume", "--budget", "9m", "-o", str(path)]
     monkeypatch.setattr("sys.argv", ["dtbench", "run", *resuming])
-    message = "give its suites and options beside --resume"
-    with nullcontext() if is_complete else pytest.raises(UsageError, match=message):
+    refused = pytest.raises(UsageError, match="give its suites and options beside --resume")
+    with nullcontext() if is_complete else refused:
         assert _original_argv(path) == [*argv, *resuming]

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import statistics
+from collections import defaultdict
 from typing import Any
 
 import pandas as pd
@@ -53,8 +54,8 @@ MANY = settings(max_examples=30, deadline=None, suppress_health_check=[HealthChe
 
 def result(impl: str, seconds: float, launch: int = 0, name: str = "add", **changes: Any) -> Result:
     """Median `seconds`, minimum half of that."""
-    fields: dict[str, Any] = {"params": {"size": 64}, "status": "ok"}
-    fields["time_s"] = summarize([seconds / 2, seconds, 3 * seconds])
+    times = summarize([seconds / 2, seconds, 3 * seconds])
+    fields: dict[str, Any] = {"params": {"size": 64}, "status": "ok", "time_s": times}
     return Result("s", name, impl, launch=launch, **fields | changes)
 
 
@@ -86,9 +87,8 @@ def same(got: Any, expected: Any) -> bool:
 
 def time_of(result: Result, column: str) -> Any:
     """The figure of a column of times."""
-    name = column.removesuffix("_s")
-    if name == "estimate":
-        name = {"host": "min", "device": "p25"}[result.clock]
+    estimator = {"host": "min", "device": "p25"}[result.clock]
+    name = estimator if column == "estimate_s" else column.removesuffix("_s")
     return result.time_s and getattr(result.time_s, name)
 
 
@@ -100,12 +100,10 @@ def test_every_value_of_every_result_is_there(results: list[Result]) -> None:
         "run_id": ["20260101-120000-abcd"] * len(results[:5]) + ["second"] * len(results[5:]),
         "samples": [r.time_s and r.time_s.n for r in results],
     }
-    for field in FIELDS:
-        columns[field] = [getattr(r, field) for r in results]
-    for field in TIME_COLUMNS:
-        columns[field] = [time_of(r, field) for r in results]
-    for name in {name for r in results for name in r.params}:
-        columns["param." + name] = [r.params.get(name) for r in results]
+    columns |= {field: [getattr(r, field) for r in results] for field in FIELDS}
+    columns |= {field: [time_of(r, field) for r in results] for field in TIME_COLUMNS}
+    params = {name for r in results for name in r.params}
+    columns |= {"param." + name: [r.params.get(name) for r in results] for name in params}
     for name in {name for r in results for name in r.counters}:
         counts = [r.counters.get(name) for r in results]
         if any(isinstance(count, float) for count in counts):  # the column holds floats
@@ -150,16 +148,13 @@ def test_rank_spread_is_the_median_ratio_of_slowest_to_fastest(
 @given(RESULTS)
 def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) -> None:
     # Done here again with dicts, apart from the frame's own way.
-    by_case: dict[Any, dict[str, list[Result]]] = {}
+    by_case: dict[Any, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for r in results:
-        key = (r.suite, r.name, tuple(sorted(r.params.items())))
-        by_case.setdefault(key, {}).setdefault(r.impl, []).append(r)
+        by_case[r.suite, r.name, tuple(sorted(r.params.items()))][r.impl].append(r)
     cases = cases_frame(frame(*results))
     assert cases.columns.is_unique and impls_of(cases) == list(dict.fromkeys(r.impl for r in results))
-    assert [*zip(cells(cases["suite", ""]), cells(cases["name", ""]), strict=True)] == [
-        k[:2] for k in by_case
-    ]
-    assert params_of(cases) == [dict(params) for _, _, params in by_case]
+    rows = zip(cells(cases["suite", ""]), cells(cases["name", ""]), params_of(cases), strict=True)
+    assert [*rows] == [(suite, name, dict(params)) for suite, name, params in by_case]
     for impl in impls_of(cases):
         columns = {c: cells(cases[c, impl]) for c in (*TIME_COLUMNS, "samples", "launches", "status")}
         for row, impls in enumerate(by_case.values()):
@@ -171,7 +166,7 @@ def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) ->
             assert columns["samples"][row] == (sum(r.time_s.n for r in good if r.time_s) if good else None)
             assert columns["launches"][row] == (len(good) or None)
             bad = [r.status for r in of_impl if r.status != "ok"]
-            assert columns["status"][row] == ((bad or ["ok"])[0] if of_impl else None)
+            assert columns["status"][row] == ([*bad, "ok"][0] if of_impl else None)
 
 
 def test_core_over_torch_where_both_were_measured() -> None:
@@ -187,8 +182,8 @@ def test_core_over_torch_where_both_were_measured() -> None:
             result("torch", 0.0, name="zero"),
         )
     )
-    assert cells(cases["core/torch", "median_s"]) == [0.5, None, None, None]
-    assert cells(cases["core/torch", "min_s"]) == [0.5, None, None, None]
+    for column in ("median_s", "min_s"):
+        assert cells(cases["core/torch", column]) == [0.5, None, None, None]
     assert cells(cases["status", "torch"]) == ["ok", None, "failed", "ok"]
 
 
