@@ -66,10 +66,7 @@ def run_file() -> bytes:
         *islice(made_up.dispatch(), 1),
         *made_up.NOT_OK[:1],
     ]
-    return b"".join(
-        json.dumps(line).encode() + b"\n"
-        for line in (made_up.header(), *(msgspec.to_builtins(r) for r in results))
-    )
+    return msgspec.json.Encoder().encode_lines([made_up.header(), *results])
 
 
 def imported(path: Path) -> Any:

@@ -43,9 +43,8 @@ def test_points_are_medians_over_launches_with_their_range():
     def add(seconds: list[float], launch: int = 0) -> Result:
         return made_up.result("dispatch", "add", "core", {}, seconds, launch=launch)
 
-    launches = [add([seconds], launch) for launch, seconds in enumerate((3e-6, 1e-6, 2e-6))]
     for results, point in (
-        ([*launches, made_up.NOT_OK[0]], (2e-6, 1e-6, 3e-6)),
+        ([add([3e-6]), add([1e-6], 1), add([2e-6], 2), made_up.NOT_OK[0]], (2e-6, 1e-6, 3e-6)),
         ([add([1e-6, 2e-6, 3e-6, 4e-6, 5e-6])], (1e-6, 1e-6, 4e-6)),
     ):
         assert [(p.time_s, p.low_s, p.high_s) for p in run_points([made_up.run(results)])] == [point]
