@@ -26,6 +26,10 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from core.tests.on_device import DEVICE_TYPE
 
 # "nccl" or "gloo": tests take two real ranks of this transport, which may share a GPU, in place of all others.
@@ -54,22 +58,23 @@ class RankError(Exception):
 
 def on_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """Decorator of a test that every rank executes. Ranks are threads; pytest's parameters are passed on."""
-    return _with_fixture(fn, "ranks", world_size)
+    return on_ranks_of(fn, "ranks", world_size)
 
 
 def on_gloo_ranks(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """Like `on_ranks`, but ranks are gloo processes, for behaviour that threads do not have."""
-    return _with_fixture(fn, "gloo_ranks", world_size)
+    return on_ranks_of(fn, "gloo_ranks", world_size)
 
 
 def on_worlds(fn: Callable[..., None] | None = None, *, world_size: int = WORLD_SIZE) -> Any:
     """Like `on_ranks`, but with both kinds of simulated ranks: see the fixture `worlds`."""
-    return _with_fixture(fn, "worlds", world_size)
+    return on_ranks_of(fn, "worlds", world_size)
 
 
-def _with_fixture(fn: Callable[..., None] | None, fixture: str, world_size: int) -> Any:
+def on_ranks_of(fn: Callable[..., None] | None, fixture: str, world_size: int = WORLD_SIZE) -> Any:
+    """Decorator of a test that runs on the ranks of this fixture."""
     if fn is None:  # called with options
-        return functools.partial(_with_fixture, fixture=fixture, world_size=world_size)
+        return functools.partial(on_ranks_of, fixture=fixture, world_size=world_size)
 
     @functools.wraps(fn)
     def test(**parameters: Any) -> None:
@@ -93,15 +98,11 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any
 
     Every rank of the world must ask for the same meshes in the same order.
     """
-    import torch
-
     return mesh_in(torch.arange(int(torch.tensor(shape).prod())).reshape(shape).tolist(), names)
 
 
 def mesh_in(order: list[Any], names: tuple[str, ...] | None = None) -> Any:
     """Like `mesh_of`, for the given ranks in the given order."""
-    from torch.distributed.device_mesh import DeviceMesh
-
     mine, key = _meshes.setdefault(threading.current_thread(), {}), f"{order} {names}"
     if key not in mine:
         mine[key] = DeviceMesh(DEVICE_TYPE, order, mesh_dim_names=names)
@@ -116,10 +117,6 @@ def forget_meshes() -> None:
 # --- a process of a rank ---------------------------------------------------------------------------
 
 
-def _load(module: str, qualname: str) -> Callable[..., Any]:
-    return inspect.unwrap(functools.reduce(getattr, qualname.split("."), importlib.import_module(module)))
-
-
 def serve(connection: Connection, rank: int, world_size: int, store: str, stderr_path: str) -> None:
     """Joins the world and executes calls until the pipe closes."""
     with Path(stderr_path).open("wb") as stderr:
@@ -128,9 +125,6 @@ def serve(connection: Connection, rank: int, world_size: int, store: str, stderr
     faulthandler.enable()
     # The name of the machine need not resolve to an address that reaches it.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    import torch
-    import torch.distributed as dist
-
     if DEVICE_TYPE == "cuda":
         torch.cuda.set_device(0)  # a mesh warns of ranks that select none
     torch.set_num_threads(1)
@@ -154,7 +148,8 @@ def _answer(name: tuple[str, str], filters: Sequence[tuple[Any, ...]], payload: 
         with warnings.catch_warnings():
             warnings.filters[:] = filters
             args, kwargs = pickle.loads(payload)
-            return pickle.dumps((True, _load(*name)(*args, **kwargs), None))
+            fn = functools.reduce(getattr, name[1].split("."), importlib.import_module(name[0]))
+            return pickle.dumps((True, inspect.unwrap(fn)(*args, **kwargs), None))
     except BaseException as error:
         text, carried = "".join(traceback.format_exception(error)), None
         with contextlib.suppress(Exception):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from core.tests.on_device import DEVICE_TYPE, torch
-from dtbench_core import DTensor
+from core.tests.placing import full
 
 BATCH, SEQ, WIDTH, HIDDEN, HEADS, VOCAB = 2, 3, 8, 16, 4, 24
 
@@ -72,22 +72,12 @@ def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
     return make(*args).to(DEVICE_TYPE)
 
 
-def whole(tensor: Tensor | None) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def assert_same_parameters(parallel: nn.Module, plain: nn.Module, grads: bool = True) -> None:
-    expected = dict(plain.named_parameters())
-    got = dict(parallel.named_parameters())
-    assert list(got) == list(expected)
-    for name, parameter in got.items():
-        torch.testing.assert_close(
-            whole(parameter.detach()), expected[name].detach(), msg=lambda m, n=name: f"{n}: {m}"
-        )
-        if grads:
-            torch.testing.assert_close(
-                whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}.grad: {m}"
-            )
+    got, expected = (
+        {name: full((p.detach(), p.grad if grads else None)) for name, p in model.named_parameters()}
+        for model in (parallel, plain)
+    )
+    torch.testing.assert_close(got, expected)
 
 
 def assert_trains_alike(plain: nn.Module, parallel: nn.Module, inputs: Tensor, **options: Any) -> None:

@@ -1,11 +1,12 @@
 """Collectives of the core against plain arithmetic, on gloo processes and on threads."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
-from core.tests.gloo_world import BACKEND, REDUCES_PRODUCTS, WORLD_SIZE, on_ranks
+from core.tests.gloo_world import BACKEND, REDUCES_PRODUCTS, WORLD_SIZE, on_ranks, on_ranks_of
 from core.tests.local_world import AnyWorlds
 from core.tests.on_device import torch
 from dtbench_core import ArgumentError, comm, count_collectives
@@ -21,6 +22,9 @@ def everywhere(request: pytest.FixtureRequest) -> AnyWorlds:
     return worlds
 
 
+on_everywhere = functools.partial(on_ranks_of, fixture="everywhere")
+
+
 def _mine(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return _of(dist.get_rank(), dtype, *shape)
 
@@ -34,7 +38,9 @@ def _all(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.stack([_of(r, dtype, *shape) for r in range(N)])
 
 
-def _moving(async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_everywhere
+def test_moving(async_op: bool) -> None:
     """Checks the collectives without arithmetic."""
     group, rank = dist.group.WORLD, dist.get_rank()
     cut, fewer = list(range(1, N + 1)), list(range(N))  # rows that each rank gets from every rank
@@ -70,11 +76,6 @@ def _moving(async_op: bool) -> None:
             assert torch.equal(got, want), (name, dtype)
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_moving(everywhere: AnyWorlds, async_op: bool) -> None:
-    everywhere(_moving, async_op)
-
-
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda t: t.sum(0),
     "avg": lambda t: t.mean(0),
@@ -84,7 +85,9 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reducing(async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [False, True])
+@on_everywhere
+def test_reducing(async_op: bool) -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     for dtype in (torch.float64, torch.int32, torch.complex64):
         for op, reduce in _REDUCTIONS.items():
@@ -112,11 +115,6 @@ def _reducing(async_op: bool) -> None:
         comm.reduce_scatter(tensor[:1], tensor, group, "max")
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_reducing(everywhere: AnyWorlds, async_op: bool) -> None:
-    everywhere(_reducing, async_op)
-
-
 @on_ranks
 def test_objects() -> None:
     group = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
@@ -126,7 +124,8 @@ def test_objects() -> None:
     assert comm.all_gather_objects(mine, group) == [{"rank": first}, {"rank": first + 1}]
 
 
-def _counted() -> None:
+@on_everywhere
+def test_calls_and_bytes_are_counted() -> None:
     group, small, large = dist.group.WORLD, torch.ones(2), torch.ones(2 * N)
     with count_collectives() as outer:
         comm.all_gather(large, small, group)
@@ -140,7 +139,3 @@ def _counted() -> None:
     names = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter")
     assert outer.calls == dict.fromkeys(names, 1) and inner.calls == {"reduce_scatter": 1}
     assert outer.bytes == {**dict.fromkeys(names[:4], 8 * N), "broadcast": 8, "scatter": 8}
-
-
-def test_calls_and_bytes_are_counted(everywhere: AnyWorlds) -> None:
-    everywhere(_counted)

@@ -117,14 +117,19 @@ def test_eager_waits_at_first_use(name: str) -> None:
     assert all(out.tolist() == (w / 2).tolist() for out, w in zip(outs, want, strict=True)), "still there"
 
 
-def _reduced_plus_1() -> list[list[float]]:
-    out = CommTensor(_input())
-    dist.all_reduce(out, async_op=True)
-    return (out + 1).tolist()
+def _reduced(x: torch.Tensor, times: int = 1) -> Any:
+    """Returns a CommTensor of the input that is all-reduced, consecutively if several times."""
+    out = CommTensor(x)
+    for _ in range(times):
+        dist.all_reduce(out, async_op=True)
+    return out
 
 
 def test_ranks_as_local_tensors() -> None:
-    assert LocalWorlds()(_reduced_plus_1) == [(sum(map(_of, range(N))) + 1).tolist()] * N
+    assert (
+        LocalWorlds()(lambda: (_reduced(_input()) + 1).tolist())
+        == [(sum(map(_of, range(N))) + 1).tolist()] * N
+    )
 
 
 @on_gloo_ranks
@@ -146,20 +151,15 @@ def test_first_uses_that_wait() -> None:
     assert [o.tolist() for o in outs] == [[float(r)] * 3 for r in range(N)], "gathered before"
     assert source.tolist() == [rank + 100] * 3, "written after"
 
-    twice = CommTensor(torch.ones(2))
-    dist.all_reduce(twice, async_op=True)
-    dist.all_reduce(twice, async_op=True)
+    twice = _reduced(torch.ones(2), times=2)
     assert len(twice._memory.writing) == 1 and (twice * 1).tolist() == [N * N] * 2, "consecutive"
 
     derived: Any = CommTensor(torch.ones(2)) * 3
     dist.all_reduce(derived, async_op=True)
     assert (derived / 3).tolist() == [N, N], "what it is computed into"
 
-    copied = torch.zeros(2)
-    last = CommTensor(torch.ones(2))
-    dist.all_reduce(last, async_op=True)
-    copied.copy_(last)
-    assert copied.tolist() == [N, N], "copied"
+    last = _reduced(torch.ones(2))
+    assert torch.zeros(2).copy_(last).tolist() == [N, N], "copied"
     dist.all_reduce(last, async_op=True)
     assert type(last.wait()) is torch.Tensor and last.numpy(force=True).tolist() == [N * N] * 2, "wait"
 
@@ -232,17 +232,10 @@ def test_gradients_pass_through() -> None:
 
 def _nodes(graph: Any) -> list[str]:
     """Returns the kind of each call of a graph in order: collective, result, wait, or the name of the function."""
-    kinds = []
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "c10d":
-            kinds.append("collective")
-        else:
-            kinds.append(
-                {_wrap_comm_result: "result", _wait_comm: "wait"}.get(node.target, node.target.__name__)
-            )
-    return kinds
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    kinds = {_wrap_comm_result: "result", _wait_comm: "wait"}
+    kinds |= {call: "collective" for call in calls if getattr(call, "namespace", "") == "c10d"}
+    return [kinds.get(call, call.__name__) for call in calls]
 
 
 @pytest.mark.parametrize("name", ON_GLOO)
@@ -273,13 +266,6 @@ def test_traced_graph_runs_with_new_inputs(name: str) -> None:
     assert _nodes(graph).count("wait") == kinds.count("wait"), "nothing of it is dead"
 
 
-def _consecutive(x: torch.Tensor) -> Any:
-    out = CommTensor(CommTensor(x * 1))
-    dist.all_reduce(out, async_op=True)
-    dist.all_reduce(out, async_op=True)
-    return out + 1
-
-
 def _of_a_view(x: torch.Tensor) -> Any:
     whole = CommTensor(x * 1)
     dist.all_reduce(whole.view(4, 2)[1:3], async_op=True)
@@ -287,20 +273,12 @@ def _of_a_view(x: torch.Tensor) -> Any:
 
 
 def _returned(x: torch.Tensor) -> Any:
-    out, idle = CommTensor(x * 1), CommTensor(x * 3)
-    dist.all_reduce(out, async_op=True)
+    out, idle = _reduced(x * 1), CommTensor(x * 3)
     return {"out": out, "view": out.view(4, 2), "idle": idle}
 
 
-def _alone(x: torch.Tensor) -> Any:
-    out = CommTensor(x * 1)
-    dist.all_reduce(out, async_op=True)
-    return out
-
-
-def _never_read(x: torch.Tensor) -> Any:
-    dist.all_reduce(CommTensor(x), async_op=True)
-    return
+def _never_read(x: torch.Tensor) -> None:
+    _reduced(x)
 
 
 def _overwritten(x: torch.Tensor) -> Any:
@@ -312,8 +290,12 @@ def _overwritten(x: torch.Tensor) -> Any:
 
 @on_gloo_ranks
 def test_graphs_of_several_collectives() -> None:
-    programs = (_consecutive, _of_a_view, _returned, _alone, _never_read, _overwritten)
-    consecutive, of_a_view, returned, alone, never_read, overwritten = (
+    programs: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: _reduced(CommTensor(x * 1), times=2) + 1,
+        lambda x: _reduced(x * 1),
+        *(_of_a_view, _returned, _never_read, _overwritten),
+    ]
+    consecutive, alone, of_a_view, returned, never_read, overwritten = (
         make_fx(program)(_input()) for program in programs
     )
     kinds = [k for k in _nodes(consecutive) if k in ("collective", "result", "wait")]
@@ -322,9 +304,7 @@ def test_graphs_of_several_collectives() -> None:
         x, inputs = _input(scale), [_of(r, scale) for r in range(N)]
         total: Any = sum(inputs)
         assert torch.equal(consecutive(x), N * total + 1)
-        want = x.clone()
-        want[2:6] = total[2:6]
-        assert torch.equal(of_a_view(x), want)
+        assert torch.equal(of_a_view(x), torch.cat([x[:2], total[2:6], x[6:]]))
         results = returned(x)
         assert all(type(t) is torch.Tensor for t in results.values())
         assert torch.equal(results["out"], total) and torch.equal(results["view"], total.view(4, 2))

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _collective_utils as torch_cost
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as TorchSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta as TorchMeta
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench_core.cost import mesh_topology
 from dtbench_core.cost.curve import Curve
@@ -83,28 +82,25 @@ def measured(**changed: Any) -> dict[str, Any]:
     """Returns a topology whose transitions all take 100 us, except those in `changed`, e.g. tp_SR=table(...)."""
     priced = topology()
     short = {name.replace("(", "").replace(")", "").replace("->", ""): name for name in CHANGES}
+    flat = table((1024, 100.0), (2**30, 100.0))
     for dim in priced["dims"]:
-        own = {}
-        for key, name in short.items():
-            own[name] = changed.get(f"{dim['name']}_{key}", table((1024, 100.0), (2**30, 100.0)))
+        own = {name: changed.get(f"{dim['name']}_{key}", flat) for key, name in short.items()}
         dim["transitions"] = {"core": own, "torch": {}}
     return priced
 
 
 @pytest.fixture(autouse=True)
-def fake_world() -> Iterator[None]:
+def builtin_constants(group: dist.ProcessGroup) -> Iterator[None]:
     """A fake group of 8 ranks with the built-in constants."""
 
     def forget() -> None:
         MeshTopoInfo.build_from_mesh.cache_clear()
         torch_cost.MeshTopoInfo.build_from_mesh.cache_clear()
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     forget()
     yield
     mesh_topology.use_topology(None)
     forget()
-    dist.destroy_process_group()
 
 
 def torch_spec(mesh: DeviceMesh, *placements: Placement, dtype: torch.dtype = torch.float32) -> TorchSpec:
@@ -124,10 +120,15 @@ def test_builtin_constants_are_those_of_torch(
     monkeypatch.setattr(torch.cpu, "device_count", lambda: per_host)
     mesh = init_device_mesh("cpu", shape)
     ours, theirs = MeshTopoInfo.build_from_mesh(mesh), torch_cost.MeshTopoInfo.build_from_mesh(mesh)
-    assert list(ours.mesh_dim_devices) == theirs.mesh_dim_devices
-    assert list(ours.mesh_dim_bandwidth) == theirs.mesh_dim_bandwidth
-    assert list(ours.mesh_dim_latency) == theirs.mesh_dim_latency
-    assert (ours.base_latency_us, ours.source) == (6.6, "built-in")
+    expected = MeshTopoInfo(
+        mesh,
+        tuple(theirs.mesh_dim_devices),
+        tuple(theirs.mesh_dim_bandwidth),
+        tuple(theirs.mesh_dim_latency),
+        6.6,
+        "built-in",
+    )
+    assert ours == expected
 
 
 # --- redistribution --------------------------------------------------------------------------------
@@ -152,20 +153,24 @@ def test_redistribution_of_one_of_two_dims_equals_torch(
 
 def test_impossible_and_free_redistributions() -> None:
     mesh, line = dp_tp(), init_device_mesh("cpu", (8,))
-    assert redistribute_cost(spec(mesh, R, Shard(0)), spec(mesh, R, P)) == math.inf
-    assert redistribute_cost(spec(mesh, P, R), spec(mesh, Partial("max"), R)) == math.inf
-    assert redistribute_cost(spec(line, R), spec(mesh["tp"], R)) == math.inf
-    assert redistribute_cost(spec(mesh, Shard(0), P), spec(mesh, Shard(0), P)) == 0.0
-    assert redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), P)) == 0.0
+    pairs = [
+        (spec(mesh, R, Shard(0)), spec(mesh, R, P)),
+        (spec(mesh, P, R), spec(mesh, Partial("max"), R)),
+        (spec(line, R), spec(mesh["tp"], R)),
+        (spec(mesh, Shard(0), P), spec(mesh, Shard(0), P)),
+        (spec(mesh, R, R), spec(mesh, Shard(0), P)),
+    ]
+    assert [redistribute_cost(*pair) for pair in pairs] == [math.inf, math.inf, math.inf, 0.0, 0.0]
 
 
 def test_all_to_all_never_costs_more_than_gathering_and_slicing() -> None:
     """PyTorch's surcharge makes it more expensive for small tensors, so that its planner gathers everything."""
     mesh = init_device_mesh("cpu", (8,))
-    small = [DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))]
-    there, all_of_it, back = small
-    exchanged = redistribute_cost(there, back)
-    assert exchanged == redistribute_cost(there, all_of_it) + redistribute_cost(all_of_it, back)
+    rows, full, columns = (
+        DTensorSpec.of(mesh, (p,), (8, 8), (8, 1), torch.float32) for p in (Shard(0), R, Shard(1))
+    )
+    exchanged = redistribute_cost(rows, columns)
+    assert exchanged == redistribute_cost(rows, full) + redistribute_cost(full, columns)
     meta = TorchMeta(torch.Size((8, 8)), (8, 1), torch.float32)
     kinds = [TorchSpec(mesh, (p,), meta) for p in (torch_tensor.Shard(0), torch_tensor.Shard(1))]
     assert exchanged < torch_cost.redistribute_cost(*kinds)
@@ -173,16 +178,18 @@ def test_all_to_all_never_costs_more_than_gathering_and_slicing() -> None:
 
 def test_cost_of_one_step() -> None:
     mesh = dp_tp()
-    one = one_step_redistribute_cost
     for src, dst in PAIRS:
         pair = spec(mesh, Shard(2), src), spec(mesh, Shard(2), dst)
         if src.is_shard() or not dst.is_partial():
-            assert one(*pair) == redistribute_cost(*pair)
-    assert one(spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0))) == math.inf
-    assert one(spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))) == math.inf
-    assert one(spec(mesh, R, R), spec(mesh["tp"], R)) == math.inf
+            assert one_step_redistribute_cost(*pair) == redistribute_cost(*pair)
+    impossible = [
+        (spec(mesh, Shard(0), Shard(0)), spec(mesh, R, Shard(0))),
+        (spec(mesh, R, Shard(0)), spec(mesh, Shard(0), Shard(0))),
+        (spec(mesh, R, R), spec(mesh["tp"], R)),
+    ]
+    assert [one_step_redistribute_cost(*pair) for pair in impossible] == [math.inf] * 3
     with pytest.raises(ValueError, match=r"differ on the mesh dims \[0, 1\], expected one"):
-        one(spec(mesh, R, R), spec(mesh, Shard(0), Shard(1)))
+        one_step_redistribute_cost(spec(mesh, R, R), spec(mesh, Shard(0), Shard(1)))
 
 
 # --- prices are distances --------------------------------------------------------------------------
@@ -191,13 +198,13 @@ TABLES = st.tuples(*[st.floats(0.1, 500.0)] * 3).map(sorted)
 CURVES = st.fixed_dictionaries(
     {name: TABLES.map(lambda us: Curve((256, 2**14, 2**20), tuple(us))) for name in CHANGES}
 )
-SIZES = st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)])
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[Placement, ...]]]:
     """Draws the constants of a mesh, the shape of a tensor, and two placements; the first may be Partial."""
-    sizes = draw(SIZES)
+    meshes = [(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)]
+    sizes = draw(st.sampled_from(meshes))
     n = len(sizes)
     bandwidth = draw(st.tuples(*[st.sampled_from([0.5, 20.0, 87.7])] * n))
     latency = draw(st.tuples(*[st.sampled_from([0.0, 0.6, 40.0])] * n))
@@ -213,8 +220,7 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
 
 
 def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
-    chain = ChainSearch(shape, 4, src, dst, topo, **how).cheapest()
-    return sum(step.us for step in chain)
+    return sum(step.us for step in ChainSearch(shape, 4, src, dst, topo, **how).cheapest())
 
 
 def brute_force(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, copy_us: float) -> float:
@@ -339,15 +345,15 @@ def test_bad_topology_is_refused(content: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "is not JSON"),
-        (b"[1]", "got kind 'list'"),
-        (None, "cannot read the topology .*No such file"),
+        ("{", "is not JSON"),
+        ("[1]", "got kind 'list'"),
+        ("", "cannot read the topology .*No such file"),
     ],
 )
-def test_unreadable_file_changes_nothing(tmp_path: Path, text: bytes | None, message: str) -> None:
+def test_unreadable_file_changes_nothing(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "topology.json"
-    if text is not None:
-        path.write_bytes(text)
+    if text:
+        path.write_text(text)
     before = mesh_topology.use_topology(topology())
     with pytest.raises(TopologyError, match=message):
         mesh_topology.use_topology(path)
@@ -379,16 +385,18 @@ def test_measured_changes_price_a_redistribution() -> None:
     mesh = dp_tp()
     whole = math.prod(SHAPE) * 4
     gather = table((1024, 5.0), (whole, 70.0), (2**30, 900.0))
+    half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
+    priced: list[tuple[list[Placement], list[Placement], float]] = [
+        ([R, Shard(0)], [R, R], 70.0),  # of the whole tensor
+        ([Shard(1), Shard(0)], [Shard(1), R], half),
+        ([R, P], [R, Shard(2)], 100.0),
+        ([R, Shard(1)], [R, R], 170.0),  # 300 in one step, 100 + 70 by way of S(0)
+    ]
     with mesh_topology.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
-        priced = redistribute_cost
-        assert priced(spec(mesh, R, Shard(0)), spec(mesh, R, R)) == pytest.approx(70.0), "of the whole tensor"
-        half = 5 + (70 - 5) * (whole / 2 - 1024) / (whole - 1024)
-        assert priced(spec(mesh, Shard(1), Shard(0)), spec(mesh, Shard(1), R)) == pytest.approx(half)
-        assert priced(spec(mesh, R, P), spec(mesh, R, Shard(2))) == pytest.approx(100.0)
-        # S(1) -> R takes 300: by way of S(0) it takes 100 + 70.
-        assert priced(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(170.0)
-        one = one_step_redistribute_cost
-        assert one(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
+        for src, dst, cost in priced:
+            assert redistribute_cost(spec(mesh, *src), spec(mesh, *dst)) == pytest.approx(cost)
+        direct = one_step_redistribute_cost(spec(mesh, R, Shard(1)), spec(mesh, R, R))
+        assert direct == pytest.approx(300.0)
 
 
 def test_planner_chooses_the_measured_cheapest_route() -> None:
@@ -397,28 +405,25 @@ def test_planner_chooses_the_measured_cheapest_route() -> None:
     src, dst = spec(mesh, R, P), (R, Shard(0))
     clear_caches()
     assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
-    slow = table((1024, 900.0), (2**30, 900.0))
-    cheap = table((1024, 1.0), (2**30, 1.0))
+    slow, cheap = table((1024, 900.0), (2**30, 900.0)), table((1024, 1.0), (2**30, 1.0))
     with mesh_topology.use_topology(measured(tp_PS0=slow, tp_PS1=slow, tp_RS0=cheap)):
         assert [step.collective for step in routes.cheapest_route(src, dst)] == ["all_reduce", ""]
     assert [step.collective for step in routes.cheapest_route(src, dst)] == ["reduce_scatter"]
 
 
 def test_joint_redistribution_uses_jointly_measured_times() -> None:
-    mesh = dp_tp()
     content = measured()
-    ends = (Shard(0), Shard(0)), (R, R)
 
-    def steps(content: dict[str, Any]) -> list[tuple[tuple[int, ...], float]]:
-        topo = MeshTopoInfo.from_topology(content, mesh)
-        chain = ChainSearch((64, 64), 4, *ends, topo, joint=True).cheapest()
+    def steps() -> list[tuple[tuple[int, ...], float]]:
+        topo = MeshTopoInfo.from_topology(content, dp_tp())
+        chain = ChainSearch((64, 64), 4, (Shard(0), Shard(0)), (R, R), topo, joint=True).cheapest()
         return [(step.mesh_dims, step.us) for step in chain]
 
-    assert steps(content) == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
+    assert steps() == [((1,), 100.0), ((0,), 100.0)], "together they were not measured"
     both = {"name": "tp+dp", "ranks": 8, "bandwidth_GiBps": 1.0, "latency_us_per_hop": 1.0}
-    curves = {name: table((1024, 30.0), (2**30, 30.0)) for name in CHANGES}
+    curves = dict.fromkeys(CHANGES, table((1024, 30.0), (2**30, 30.0)))
     content["dims"].append({**both, "transitions": {"core": curves}})
-    assert steps(content) == [((0, 1), 30.0)]
+    assert steps() == [((0, 1), 30.0)]
 
 
 MEASURED = {
@@ -455,8 +460,7 @@ def test_step_costs_the_measured_time_of_its_collective(
         tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
     ]
     info = MeshTopoInfo.from_topology(content, dp_tp())
-    chain = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
-    (step,) = chain
+    (step,) = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
     assert (step.collective, step.nbytes > 0) == (collective, True)
     assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))
 
@@ -464,11 +468,10 @@ def test_step_costs_the_measured_time_of_its_collective(
 def test_measured_collectives_price_unmeasured_transitions() -> None:
     mesh = dp_tp()
     content = topology()
-    content["dims"][1]["collectives"] = dict(MEASURED)
-    info = MeshTopoInfo.from_topology(content, mesh)
-    assert info.mesh_dim_curves[0] == {}, "dp is priced by its constants"
-    slow = MEASURED | {"all_to_all": table((2**10, 9e6), (2**30, 9e6))}
-    content["dims"][1]["collectives"] = slow
+    content["dims"][1]["collectives"] = MEASURED
+    curves = MeshTopoInfo.from_topology(content, mesh).mesh_dim_curves
+    assert curves[0] == {}, "dp is priced by its constants"
+    content["dims"][1]["collectives"] = MEASURED | {"all_to_all": table((2**10, 9e6), (2**30, 9e6))}
     info = MeshTopoInfo.from_topology(content, mesh)
     gathered = transition_cost(Shard(0), R, 1e-3, info, 1)
     assert transition_cost(Shard(0), Shard(1), 1e-3, info, 1) == gathered, "cheaper, and the cut is free"

@@ -62,8 +62,8 @@ def test_conversion_round_trip() -> None:
             ours = _spread(shape, mesh, placements)
             torchs = to_torch(ours)
             message = f"{mesh_shape} {placements} {shape}"
-            assert type(torchs) is theirs.DTensor and torchs.shape == shape, message
-            assert torchs.device_mesh == mesh and torchs.stride() == ours.stride(), message
+            kind = type(torchs), torchs.shape, torchs.stride(), torchs.device_mesh
+            assert kind == (theirs.DTensor, shape, ours.stride(), mesh), message
             assert torchs.to_local().data_ptr() == ours.to_local().data_ptr(), message
             if mesh.get_coordinate() is not None:
                 assert torch.equal(torchs.full_tensor(), _values(shape)), message
@@ -80,14 +80,11 @@ def test_writes_are_visible_and_counted_on_both_sides() -> None:
     ours = _spread((4, 6), mesh_of((4,)), [S0])
     torchs = to_torch(ours)
     back = from_torch(torchs)
-    expected, versions = _values((4, 6)), []
-    for written in (ours, torchs, back):
+    for count, written in enumerate((ours, torchs, back), 1):
         before = [t._version for t in (ours, torchs, back)]
         written.add_(1)
-        expected += 1
-        versions.append([t._version > v for t, v in zip((ours, torchs, back), before, strict=True)])
-        assert all(torch.equal(t.full_tensor(), expected) for t in (ours, torchs, back))
-    assert versions == [[True] * 3] * 3, versions
+        assert all(t._version > v for t, v in zip((ours, torchs, back), before, strict=True))
+        assert all(torch.equal(t.full_tensor(), _values((4, 6)) + count) for t in (ours, torchs, back))
 
 
 @pytest.mark.parametrize("toward_torch", (True, False))
@@ -110,9 +107,7 @@ def test_autograd_notices_a_write_on_the_other_side(toward_torch: Any) -> None:
 
 @on_worlds
 def test_gradients_pass_through_conversions() -> None:
-    for mesh_shape, placements in LAYOUTS:
-        if mesh_shape == (3,):
-            continue
+    for mesh_shape, placements in (layout for layout in LAYOUTS if layout[0] != (3,)):
         x = _spread((8, 4), mesh_of(mesh_shape), placements)
         plain = _values((8, 4)).requires_grad_()
         (plain.square().sin() * plain).sum().backward()
@@ -120,22 +115,10 @@ def test_gradients_pass_through_conversions() -> None:
         through: Any = from_torch(to_torch(from_torch(to_torch(x))).square().sin())
         assert through.requires_grad and isinstance(through, DTensor)
         (through * x).sum().backward()
-        assert isinstance(x.grad, DTensor), placements
-        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
         torchs: Any = to_torch(x.detach()).requires_grad_()
         (from_torch(torchs).square().sin() * from_torch(torchs)).sum().backward()
-        assert type(torchs.grad) is theirs.DTensor, placements
-        torch.testing.assert_close(torchs.grad.full_tensor(), plain.grad)
-
-
-@on_ranks
-def test_parameters_share_their_memory() -> None:
-    """Trains a parameter's values through a parameter of torch's class."""
-    parameter = nn.Parameter(_spread((4, 2), mesh_of((4,)), [S0]))
-    twin = nn.Parameter(to_torch(parameter.detach()))
-    twin.sum().backward()
-    torch.optim.SGD([twin], lr=1.0).step()
-    assert torch.equal(parameter.full_tensor(), _values((4, 2)) - 1)
+        assert (type(x.grad), type(torchs.grad)) == (DTensor, theirs.DTensor), placements
+        torch.testing.assert_close([t.grad.full_tensor() for t in (x, torchs)], [plain.grad] * 2)
 
 
 def _rows() -> DTensor:
@@ -227,26 +210,29 @@ def test_conversions_without_a_counterpart_are_refused(name: str) -> None:
 # ---- compiled ----
 
 
-IN_GRAPHS: dict[str, Callable[[Any], Any]] = {
-    "leaves": lambda x: to_torch(x * x).to_local() * 2,
-    "goes through": lambda x: (from_torch(to_torch(x * x) + 1) * 3).redistribute(placements=[R]).to_local(),
-    "comes": lambda x: (from_torch(x * x) + 1).to_local(),
-}
-
-
+@pytest.mark.parametrize(
+    ("convert", "program"),
+    [
+        (lambda x: x, lambda x: to_torch(x * x).to_local() * 2),
+        (
+            lambda x: x,
+            lambda x: (from_torch(to_torch(x * x) + 1) * 3).redistribute(placements=[R]).to_local(),
+        ),
+        (to_torch, lambda x: (from_torch(x * x) + 1).to_local()),
+    ],
+    ids=["leaves", "goes through", "comes"],
+)
 @on_ranks
-def test_conversions_in_a_graph() -> None:
-    for name, program in IN_GRAPHS.items():
-        torch._dynamo.reset()
-        inputs: list[Any] = [_spread((8, 2), mesh_of((4,)), [S0]) for _ in range(2)]
-        if name == "comes":
-            inputs = [to_torch(x) for x in inputs]
-        got, expected = (x.requires_grad_() for x in inputs)
-        compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-        for result in (one := compiled(got), two := program(expected)):
-            result.square().sum().backward()
-        assert torch.equal(one, two) and type(got.grad) is type(expected.grad), name
-        assert torch.equal(got.grad.to_local(), expected.grad.to_local()), name
+def test_conversions_in_a_graph(convert: Callable[[Any], Any], program: Callable[[Any], Any]) -> None:
+    torch._dynamo.reset()
+    results = []
+    for run in (torch.compile(program, backend="aot_eager", fullgraph=True), program):
+        x = convert(_spread((8, 2), mesh_of((4,)), [S0])).requires_grad_()
+        result = run(x)
+        result.square().sum().backward()
+        results.append((result, type(x.grad), x.grad.to_local()))
+    (one, kind, gradient), (two, other_kind, other_gradient) = results
+    assert torch.equal(one, two) and torch.equal(gradient, other_gradient) and kind is other_kind
 
 
 # ---- collective utilities ----

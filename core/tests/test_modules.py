@@ -3,7 +3,6 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from torch.nn.utils import parametrizations
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
-from core.tests.placing import place, sharded
+from core.tests.placing import full, place, sharded
 from dtbench_core import (
     CoreError,
     DTensor,
-    FallbackWarning,
     LayoutError,
     MeshError,
     MixedTensorError,
@@ -40,17 +38,15 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
     """Asserts equal outputs and equal gradients of all parameters."""
+    results = []
     for one, inputs in ((module, x), (plain, x.full_tensor())):
         one.zero_grad()
         out = one(inputs)
         out = out[0] if isinstance(out, tuple) else out
-        if one is module:
-            got = out
         out.square().sum().backward()
-    torch.testing.assert_close(got.full_tensor(), out)
-    for (name, mine), theirs in zip(module.named_parameters(), plain.parameters(), strict=True):
-        assert isinstance(mine.grad, DTensor), name
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+        results.append({"out": out, **{name: p.grad for name, p in one.named_parameters()}})
+    assert all(isinstance(result, DTensor) for result in results[0].values())
+    torch.testing.assert_close(full(results[0]), results[1])
 
 
 # ---- recurrent modules, without states given ----
@@ -99,9 +95,8 @@ def test_modules_load_plain_tensors() -> None:
     for placement in (S0, R):
         module = sharded(other, placement)
         module.load_state_dict(plain.state_dict())
-        for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-            assert isinstance(mine, DTensor) and mine.placements == (placement,) and mine.requires_grad
-            assert (mine.full_tensor() == theirs).all()
+        assert all(p.placements == (placement,) and p.requires_grad for p in module.parameters())
+        torch.testing.assert_close(full([*module.parameters()]), [*plain.parameters()], rtol=0, atol=0)
     values = torch.arange(6.0).reshape(2, 3)
     for placement in (P, Partial("avg"), Partial("max"), S1):
         tensor = place(torch.zeros(2, 3), placement)
@@ -124,15 +119,13 @@ def test_copy_of_a_plain_tensor_passes_the_gradient() -> None:
 # ---- gradients that DTensors do not have ----
 
 
+@pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 @on_ranks
 def test_sparse_gradients_are_refused() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        for placement in (R, S0, S1):
-            table = sharded(nn.Embedding(8, 4, sparse=True), placement)
-            out = table(place(torch.tensor([1, 2, 1])))
-            with pytest.raises(NoRuleError, match="set sparse=False"):
-                out.sum().backward()
+    for placement in (R, S0, S1):
+        out = sharded(nn.Embedding(8, 4, sparse=True), placement)(place(torch.tensor([1, 2, 1])))
+        with pytest.raises(NoRuleError, match="set sparse=False"):
+            out.sum().backward()
 
 
 # ---- parametrizations, conversions ----
@@ -187,30 +180,24 @@ NORMS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("precision", [torch.float32, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @on_ranks
-def test_half_precision() -> None:
-    mesh = mesh_of((4,))
+def test_half_precision(dtype: torch.dtype, precision: torch.dtype | None, name: str) -> None:
     rng = torch.Generator().manual_seed(2)
-    for dtype in (torch.bfloat16, torch.float16):
-        for precision in (dtype, torch.float32):
-            values = [torch.randn(shape, generator=rng) for shape in ((5, 8, 4), (4,), (8,))]
-            converted = [
-                one.to(kind) for one, kind in zip(values, (dtype, precision, precision), strict=True)
-            ]
-            for name, norm in NORMS.items():
-                plain = [one.clone().requires_grad_() for one in converted]
-                placed = [
-                    distribute_tensor(one, mesh, [placement] if placement else None, src_data_rank=None)
-                    for one, placement in zip(converted, (Shard(0), None, None), strict=True)
-                ]
-                for one in placed:
-                    one.requires_grad_()
-                expected, got = norm(*plain), norm(*placed)
-                assert got.dtype == expected.dtype
-                torch.testing.assert_close(got.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}")
-                expected.float().square().sum().backward()
-                got.float().square().sum().backward()
-                torch.testing.assert_close(placed[0].grad.full_tensor(), plain[0].grad)
+    x, *weights = (torch.randn(shape, generator=rng) for shape in ((5, 8, 4), (4,), (8,)))
+    plain = [x.to(dtype), *(weight.to(precision or dtype) for weight in weights)]
+    placed = [place(plain[0], S0), place(plain[1], R), place(plain[2], R)]
+    assert NORMS[name](*placed).dtype == NORMS[name](*plain).dtype
+    plain[0].requires_grad_()
+    placed[0].requires_grad_()
+    results = []
+    for inputs in (plain, placed):
+        out = NORMS[name](*inputs)
+        out.float().square().sum().backward()
+        results.append(full([out, inputs[0].grad]))
+    torch.testing.assert_close(*results)
 
 
 # ---- copies and checkpoints ----
@@ -228,8 +215,8 @@ LAYOUTS: list[Layout] = [
 
 
 def _tensor(layout: Layout, shape: tuple[int, ...] = (5, 3)) -> DTensor:
-    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    return distribute_tensor(full, mesh_of(layout[0]), layout[1])
+    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    return place(values, *layout[1], mesh=layout[0])
 
 
 def _same(a: DTensor, b: DTensor) -> bool:
@@ -246,14 +233,13 @@ def _same(a: DTensor, b: DTensor) -> bool:
 @on_ranks
 def test_copies_are_equal_and_own_their_memory(layout: Any) -> None:
     tensor = _tensor(layout)
-    saved = io.BytesIO()
-    torch.save({"x": [tensor]}, saved)
-    saved.seek(0)
     assert _same(copy.deepcopy(tensor), tensor)
     assert _same(pickle.loads(pickle.dumps(tensor)), tensor)
-    assert _same(torch.load(saved, weights_only=True)["x"][0], tensor)
-    saved.seek(0)
-    assert _same(torch.load(saved, weights_only=False)["x"][0], tensor)
+    saved = io.BytesIO()
+    torch.save({"x": [tensor]}, saved)
+    for weights_only in (True, False):
+        saved.seek(0)
+        assert _same(torch.load(saved, weights_only=weights_only)["x"][0], tensor)
 
 
 @on_ranks
@@ -307,8 +293,7 @@ def test_data_of_a_from_local_result_counts_its_writes_separately(leaf: bool) ->
 
 @on_ranks
 def test_data_may_be_read_and_assigned() -> None:
-    tensor, other = _tensor(LAYOUTS[0]), _tensor(LAYOUTS[3], (4, 2)).double()
-    leaf = tensor.requires_grad_()
+    leaf, other = _tensor(LAYOUTS[0]).requires_grad_(), _tensor(LAYOUTS[3], (4, 2)).double()
     shared = leaf.data
     shared.add_(1)
     leaf.data = other
@@ -350,9 +335,8 @@ def _sharded_module() -> nn.Module:
 @on_ranks
 def test_modules_load_states_in_place_and_by_assignment() -> None:
     module, twin = _sharded_module(), _sharded_module()
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
+    for parameter in twin.parameters():
+        nn.init.zeros_(parameter)
     state = copy.deepcopy(module.state_dict())
     before = dict(twin.named_parameters())
     twin.load_state_dict(state)
@@ -375,10 +359,7 @@ def test_checkpoints_reshard(tmp_path: Path, saved: Layout, shape: tuple[int, ..
     """Saves one layout and loads it into every other."""
     dcp.save({"x": _tensor(saved, shape), "step": 7}, checkpoint_id=tmp_path)
     for layout in LAYOUTS:
-        target = _tensor(layout, shape)
-        with torch.no_grad():
-            target.fill_(-1)
-        state: dict[str, Any] = {"x": target, "step": 0}
+        state: dict[str, Any] = {"x": _tensor(layout, shape).fill_(-1), "step": 0}
         dcp.load(state, checkpoint_id=tmp_path)
         assert state["step"] == 7 and _same(state["x"], _tensor(layout, shape)), layout
 
@@ -389,8 +370,7 @@ def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
     """The file has the values at the time of saving, although the tensor changes before it is written."""
     tensor = _tensor(layout)
     saving = dcp.async_save({"x": tensor}, checkpoint_id=tmp_path)
-    with torch.no_grad():
-        tensor.fill_(-1)
+    tensor.fill_(-1)
     saving.result()
     state = {"x": torch.zeros(5, 3)}
     dcp.load(state, checkpoint_id=tmp_path)

@@ -26,6 +26,7 @@ from core.tests.parallel_models import (
     assert_trains_alike,
     seeded,
 )
+from core.tests.placing import place
 from dtbench_core import (
     DTensor,
     Placement,
@@ -33,7 +34,6 @@ from dtbench_core import (
     Shard,
     check_ranks,
     count_collectives,
-    distribute_tensor,
 )
 from dtbench_core.errors import ArgumentError, LayoutError, MeshError, PlacementError
 from dtbench_core.parallel import (
@@ -66,11 +66,10 @@ BATCHES = (BATCH, SEQ, WIDTH)
 @on_ranks
 def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     """Compares outputs, gradients of inputs and parameters, and parameters after SGD steps."""
-    mesh = mesh_of((WORLD_SIZE,), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,))
     plain, parallel = seeded(make, *args), seeded(make, *args)
     before = dict(parallel.named_modules())
-    plan = MLP_PLAN if make is MLP else ATTENTION_PLAN
-    assert parallelize_module(parallel, mesh, plan) is parallel
+    assert parallelize_module(parallel, mesh, MLP_PLAN if make is MLP else ATTENTION_PLAN) is parallel
     assert dict(parallel.named_modules()) == before
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (plain, parallel)]
     for _ in range(3):
@@ -84,7 +83,7 @@ def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], sha
 
 @on_ranks
 def test_mlp_needs_one_reduction_each_way() -> None:
-    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,))
     module = parallelize_module(seeded(MLP), mesh, MLP_PLAN)
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
     with count_collectives() as forward:
@@ -106,14 +105,12 @@ MODEL_PLAN: dict[str, Any] = {
 @pytest.mark.parametrize("tied", [False, True])
 @on_ranks
 def test_model_trains_like_the_plain_one(tied: bool) -> None:
-    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,))
     plain, parallel = seeded(Transformer, 2), seeded(Transformer, 2)
-    if tied:
-        for model in (plain, parallel):
-            model.head.weight = model.embed.weight
+    for model in (plain, parallel) if tied else ():
+        model.head.weight = model.embed.weight
     parallelize_module(parallel, mesh, MODEL_PLAN)
-    if tied:
-        assert parallel.head.weight is parallel.embed.weight
+    assert (parallel.head.weight is parallel.embed.weight) is tied
     assert parallel.blocks[1].mlp.up.weight.placements == (Shard(0),)
     assert parallel.blocks[0].attention.wo.weight.placements == (Shard(1),)
     assert not isinstance(parallel.blocks[0].norm1.weight, DTensor)
@@ -132,14 +129,8 @@ def test_model_trains_like_the_plain_one(tied: bool) -> None:
 # --- layouts ---------------------------------------------------------------------------------------
 
 
-def placed(tensor: Tensor, mesh: Any, placement: Placement) -> Tensor:
-    return distribute_tensor(tensor, mesh, [placement], src_data_rank=None).to_local()
-
-
-def _cut(tensor: Tensor, placement: Placement) -> Tensor:
-    if isinstance(placement, Shard):
-        return tensor.chunk(dist.get_world_size(), placement.dim)[dist.get_rank()]
-    return tensor
+def placed(tensor: Tensor, placement: Placement) -> Tensor:
+    return place(tensor, placement, mesh=(WORLD_SIZE,)).to_local()
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
@@ -150,26 +141,23 @@ def _cut(tensor: Tensor, placement: Placement) -> Tensor:
 def test_linear_layouts(
     style: type[ParallelStyle], placement: Placement, wanted: Placement, local: bool
 ) -> None:
-    mesh = mesh_of((dist.get_world_size(),), ("tp",))
-    torch.manual_seed(0)
-    plain = nn.Linear(WIDTH, HIDDEN).to(DEVICE_TYPE)
-    parallel = copy.deepcopy(plain)
+    plain = seeded(nn.Linear, WIDTH, HIDDEN)
     layouts = style(input_layouts=placement, output_layouts=wanted, use_local_output=local)
-    parallelize_module(parallel, mesh, layouts)
+    parallel = parallelize_module(copy.deepcopy(plain), mesh_of((WORLD_SIZE,)), layouts)
     data, weights = torch.randn(4, 4, WIDTH), torch.randn(4, 4, HIDDEN)
     x = data.clone().requires_grad_()
-    mine = _cut(data, placement).clone().requires_grad_()
-    expected = plain(x)
-    (expected * weights).sum().backward()
-    out = parallel(mine)
+    mine = placed(data, placement).clone().requires_grad_()
+    expected, out = plain(x), parallel(mine)
     assert isinstance(out, DTensor) is not local
-    if local:
-        torch.testing.assert_close(out, _cut(expected, wanted))
-        (out * _cut(weights, wanted)).sum().backward()
-    else:
-        torch.testing.assert_close(out.full_tensor(), expected)
-        (out.full_tensor() * weights).sum().backward()
-    torch.testing.assert_close(mine.grad, _cut(x.grad, placement))
+    out, weight, want = (
+        (out, placed(weights, wanted), placed(expected.detach(), wanted))
+        if local
+        else (out.full_tensor(), weights, expected.detach())
+    )
+    torch.testing.assert_close(out, want)
+    (expected * weights).sum().backward()
+    (out * weight).sum().backward()
+    torch.testing.assert_close(mine.grad, placed(x.grad, placement))
     assert_same_parameters(parallel, plain)
 
 
@@ -179,25 +167,23 @@ def test_linear_layouts(
 @pytest.mark.parametrize("wanted", [Replicate(), Shard(-1)])
 @on_worlds
 def test_embedding(kind: Any, rows: int, padding: int | None, wanted: Placement) -> None:
-    mesh = mesh_of((WORLD_SIZE,), ("tp",))
     plain = seeded(lambda: nn.Embedding(rows, WIDTH, padding_idx=padding))
-    parallel = copy.deepcopy(plain)
-    parallelize_module(parallel, mesh, kind(input_layouts=Replicate(), output_layouts=wanted))
+    style = kind(input_layouts=Replicate(), output_layouts=wanted)
+    parallel = parallelize_module(copy.deepcopy(plain), mesh_of((WORLD_SIZE,)), style)
     tokens = torch.arange(10).reshape(BATCH, 5) * 3 % rows
     tokens[0, 0], tokens[1, 4] = padding or 0, rows - 1
     weights = torch.linspace(-1, 1, 10 * WIDTH).view(BATCH, 5, WIDTH)
-    expected = plain(tokens)
+    expected, out = plain(tokens), parallel(tokens)
     (expected * weights).sum().backward()
-    out = parallel(tokens)
-    torch.testing.assert_close(out, placed(expected.detach(), mesh, wanted))
-    (out * placed(weights, mesh, wanted)).sum().backward()
+    torch.testing.assert_close(out, placed(expected.detach(), wanted))
+    (out * placed(weights, wanted)).sum().backward()
     assert_same_parameters(parallel, plain)
 
 
 @pytest.mark.parametrize(("rows", "index"), [(8, 8), (5, 6), (5, -1)])
 @on_ranks
 def test_index_outside_the_table_fails_on_every_rank(rows: int, index: int) -> None:
-    mesh = mesh_of((dist.get_world_size(),), ("tp",))
+    mesh = mesh_of((WORLD_SIZE,))
     module = parallelize_module(nn.Embedding(rows, WIDTH), mesh, RowwiseParallel(input_layouts=Replicate()))
     with pytest.raises(IndexError):
         module(torch.tensor([0, index]))
@@ -225,18 +211,19 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
         with pytest.warns(UserWarning, match=message):
             parallelize_module(make(), mesh, plan)
 
-    with pytest.raises(MeshError, match=r"'pp' of .*one of its names \('dp', 'tp'\) or an index"):
-        parallelize_module(MLP(), two_dims, MLP_PLAN, "pp")
-    with pytest.raises(MeshError, match="got no device_mesh and no mesh is current"):
-        parallelize_module(MLP(), parallelize_plan=MLP_PLAN)
-    with pytest.raises(MeshError, match="got str as device_mesh"):
-        parallelize_module(MLP(), "tp", MLP_PLAN)
+    meshes: list[tuple[Any, Any, str]] = [
+        (two_dims, "pp", r"'pp' of .*one of its names \('dp', 'tp'\) or an index"),
+        (None, 0, "got no device_mesh and no mesh is current"),
+        ("tp", 0, "got str as device_mesh"),
+    ]
+    for given, dim, message in meshes:
+        with pytest.raises(MeshError, match=message):
+            parallelize_module(MLP(), given, MLP_PLAN, dim)
     with mesh:  # the current mesh may be left out
         assert isinstance(parallelize_module(MLP(), parallelize_plan=MLP_PLAN).up.weight, DTensor)
         assert isinstance(parallelize_module(MLP(), PairwiseParallel()).up.weight, DTensor)
 
-    module = MLP()
-    seed = "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
+    module, seed = MLP(), "Expect Union[ParallelStyle, Dict[str, ParallelStyle]] for parallelize_plan"
     wrong: list[tuple[Any, str]] = [
         (3, f"{seed}, <class 'int'> found! Got 3: pass a ParallelStyle"),
         ({"up": colwise, "down": None}, f"{seed}, <class 'NoneType'> found! Got None for 'down'"),
@@ -304,9 +291,8 @@ def test_refusals(fake_world: Callable[[int], None]) -> None:
 def _source_rank(src: int | None) -> tuple[list[float], list[float]]:
     mesh = mesh_of((2,), ("tp",))
     module = nn.Sequential(nn.Linear(2, 2)).to(DEVICE_TYPE)
-    with torch.no_grad():
-        module[0].weight.fill_(dist.get_rank())
-        module[0].bias.fill_(dist.get_rank())
+    for parameter in module.parameters():
+        nn.init.constant_(parameter, dist.get_rank())
     plan: Any = {"0": RowwiseParallel()} if src is not None else {"": {"0": ColwiseParallel()}}
     parallelize_module(module, mesh, plan, src_data_rank=src)
     return module[0].weight.to_local().flatten().tolist(), module[0].bias.to_local().tolist()

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.utils._pytree import tree_leaves
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import ThreadWorlds
-from core.tests.parallel_models import WIDTH, Block, seeded, whole
+from core.tests.parallel_models import WIDTH, Block, seeded
+from core.tests.placing import full as gathered
 from dtbench_core import (
     DTensor,
     Partial,
@@ -68,30 +70,24 @@ def _model(kind: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def _trained(kind: str, seed: int = 0, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _trained(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = _model(kind, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(steps):
+    for _ in range(2):
         for i, parameter in enumerate(model.parameters()):
             parameter.grad = parameter.detach() * (i + 1)
         optimizer.step()
     return model, optimizer
 
 
-def _plain(state: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: whole(t.detach()), state)
-
-
 def _same(got: Any, expected: Any, message: object = "") -> None:
     """Asserts that two states are equal leaf by leaf, as full tensors."""
-    one, other = (torch.utils._pytree.tree_flatten(_plain(dict(state)))[0] for state in (got, expected))
-    assert len(one) == len(other), message
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, message
+    for a, b in zip(*(tree_leaves(dict(state)) for state in (got, expected)), strict=True):
+        assert torch.equal(*gathered([a, b])) if isinstance(a, torch.Tensor) else a == b, message
 
 
-def _leaves(state: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, torch.Tensor)]
+def _has_dtensors(state: Any) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in tree_leaves(state))
 
 
 # ---- ours ----
@@ -104,22 +100,18 @@ def test_full_states_round_trip(kind: Any) -> None:
     for one in (model, optimizer):
         state = one.state_dict()
         full = full_state_dict(state)
-        assert not any(isinstance(t, DTensor) for t in _leaves(full)), kind
+        assert not _has_dtensors(full), kind
         _same(full, state, kind)
         alone = full_state_dict(state, cpu_offload=True, rank0_only=True)
-        assert bool(alone) == (dist.get_rank() == 0)
-        if alone:
-            _same(alone, full, kind)
+        _same(alone, full if dist.get_rank() == 0 else {}, kind)
     fresh, other = _trained(kind, seed=1)
     for one, source in ((fresh, model), (other, optimizer)):
         full = full_state_dict(source.state_dict(), cpu_offload=True, rank0_only=True)
-        placed = sharded_state_dict(full, one.state_dict(), broadcast_from_rank0=True)
-        one.load_state_dict(placed)
+        one.load_state_dict(sharded_state_dict(full, one.state_dict(), broadcast_from_rank0=True))
         _same(one.state_dict(), source.state_dict(), kind)
     _same(sharded_state_dict(full_state_dict(model.state_dict()), fresh.state_dict()), model.state_dict())
-    assert [p.placements for p in fresh.parameters() if isinstance(p, DTensor)] == [
-        p.placements for p in model.parameters() if isinstance(p, DTensor)
-    ]
+    placements = ([getattr(p, "placements", None) for p in net.parameters()] for net in (fresh, model))
+    assert next(placements) == next(placements)
 
 
 ONES = torch.ones(2)
@@ -155,14 +147,16 @@ def test_torchs_functions_get_full_states(kind: str) -> None:
     model, optimizer = _trained(kind)
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-        states = get_state_dict(model, optimizer, options=options)
+        states, expected = (
+            get_state_dict(model, optimizer, options=options),
+            full_state_dict(model.state_dict()),
+        )
         if offload and dist.get_rank() != 0:
             assert states == ({}, {})
             continue
-        assert not any(isinstance(t, DTensor) for t in _leaves(states))
-        if not offload:
-            _same(states[0], model.state_dict())
-        assert list(states[0]) == list(model.state_dict())
+        assert not _has_dtensors(states)
+        _same(states[0], expected)
+        assert list(states[0]) == list(expected)
         assert list(states[1]["state"]) == [name for name, _ in model.named_parameters()]
 
 
@@ -172,8 +166,7 @@ def test_torchs_functions_get_full_states(kind: str) -> None:
 def test_torchs_functions_load_full_states(kind: str, broadcast: bool) -> None:
     model, optimizer = _trained(kind)
     options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast)
-    state = get_model_state_dict(model, options=options)
-    moments = get_optimizer_state_dict(model, optimizer, options=options)
+    state, moments = get_state_dict(model, optimizer, options=options)
     fresh = _model(kind, seed=1)
     other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
     before = dict(fresh.named_parameters())
@@ -322,8 +315,7 @@ def test_torchs_functions_still_handle_torchs_dtensors() -> None:
     for name, parameter in list(model.named_parameters()):
         placed = theirs.distribute_tensor(parameter.detach(), mesh, [theirs.Shard(0)])
         model.register_parameter(name, nn.Parameter(placed))
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert all(torch.equal(full[name], value) for name, value in source.items())
+    _same(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), source)
     for broadcast in (True, False):
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         set_model_state_dict(model, {n: v * 2 for n, v in source.items()}, options=options)
@@ -365,21 +357,17 @@ def _save(path: str) -> None:
 
 def _load_smaller(path: str) -> None:
     """Loads on two ranks what four ranks have saved."""
-    mesh = mesh_of((2,), ("tp",))
-    torch.manual_seed(1)
-    model = nn.ModuleDict({"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
+    model = _model("plain", seed=1)
     plan: dict[str, Any] = {f"block.{name}": RowwiseParallel() for name in (*COLUMNS, *ROWS)}
-    parallelize_module(model, mesh, plan)
+    parallelize_module(model, mesh_of((2,)), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.3)
     state, moments = get_state_dict(model, optimizer)
-    read = {"model": state, "optimizer": moments}
-    dcp.load(read, checkpoint_id=path)
+    dcp.load({"model": state, "optimizer": moments}, checkpoint_id=path)
     model.load_state_dict(state)
     set_optimizer_state_dict(model, optimizer, moments)
     expected, steps = torch.load(f"{path}/full.pt", weights_only=True)
     _same(model.state_dict(), expected)
-    got = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
-    _same(got, steps)
+    _same(get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)), steps)
 
 
 def test_checkpoint_loads_on_fewer_ranks(ranks: ThreadWorlds, tmp_path: Path) -> None:

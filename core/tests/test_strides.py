@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -222,15 +224,13 @@ def _sweep(mesh_shape: tuple[int, ...], placements: list[list[Placement]] | None
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 def test_strides_are_those_of_plain_torch(ranks: ThreadWorlds) -> None:
-    for differences in ranks(_sweep, (2, 2), [[Shard(0), Shard(1)]]):
-        assert not differences, "\n".join(differences)
+    assert ranks(_sweep, (2, 2), [[Shard(0), Shard(1)]]) == [[]] * 4
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_strides_of_all_placements_on_gloo(gloo_ranks: Worlds, shape: tuple[int, ...]) -> None:
-    for differences in gloo_ranks(_sweep, shape):
-        assert not differences, "\n".join(differences)
+    assert gloo_ranks(_sweep, shape) == [[]] * 4
 
 
 @on_ranks
@@ -245,9 +245,7 @@ def test_gradients_of_a_transposed_convolution() -> None:
         )
         for leaves in ([t.requires_grad_() for t in tensors] for tensors in (plain, placed))
     )
-    for one, plainly in zip(got, expected, strict=True):
-        assert isinstance(one, DTensor)
-        torch.testing.assert_close(one.full_tensor(), plainly)
+    torch.testing.assert_close([gradient.full_tensor() for gradient in got], [*expected])
 
 
 # ---- local tensors whose strides differ between ranks ----
@@ -272,14 +270,10 @@ def _gapped(values: torch.Tensor) -> torch.Tensor:
 def _layouts(values: torch.Tensor) -> list[torch.Tensor]:
     """Returns `values` in four memory layouts."""
     orders = list(itertools.permutations(range(values.ndim)))
-    dense = [_dense(values, order) for order in (orders[-1], orders[0], orders[len(orders) // 2])]
-    return [
-        dense[0],
-        dense[1],
-        _gapped(values),
-        dense[2],
-        _gapped(dense[0].t() if values.ndim == 2 else values),
-    ][:4]
+    first, second, last = (
+        _dense(values, order) for order in (orders[-1], orders[0], orders[len(orders) // 2])
+    )
+    return [first, second, _gapped(values), last]
 
 
 def _values(shape: tuple[int, ...], start: float = 0.0) -> torch.Tensor:
@@ -296,22 +290,16 @@ SHAPES = (3, 2), (4, 6), (5, 3), (2, 3, 4), (4, 3, 2, 2)
 
 @on_ranks
 def test_distribute_tensor() -> None:
-    wrong = []
     for shape, sizes in itertools.product(SHAPES, ((2,), (4,), (2, 2))):
         mesh = mesh_of(sizes)
         for placed in itertools.product((R, P, Shard(0), Shard(1)), repeat=len(sizes)):
-            whole = _values(shape)
-            if dist.get_rank() % 4:  # only the source's values count
-                whole = whole * 0
-            tensor = distribute_tensor(_mine(whole), mesh, placed)
+            is_source = dist.get_rank() == 0  # whose values alone count
+            tensor = distribute_tensor(_mine(_values(shape) * is_source), mesh, placed)
             if mesh.get_coordinate() is None:
                 continue
             expected = distribute_tensor(_values(shape), mesh, placed, src_data_rank=None).to_local()
-            if not torch.equal(tensor.to_local(), expected):
-                wrong.append((shape, sizes, placed))
-            if not torch.equal(tensor.full_tensor(), _values(shape)):
-                wrong.append((shape, sizes, placed, "full"))
-    assert not wrong, wrong
+            assert torch.equal(tensor.to_local(), expected), (shape, sizes, placed)
+            assert torch.equal(tensor.full_tensor(), _values(shape)), (shape, sizes, placed)
 
 
 def _moves(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[Any, DTensor, torch.Tensor]]:
@@ -324,9 +312,7 @@ def _moves(shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[tuple[Any
             continue
         pending = tuple(R if p.is_partial() else p for p in placed)
         whole = distribute_tensor(_values(shape), mesh, pending, src_data_rank=None)
-        factor = 1
-        for p, n in zip(placed, sizes, strict=True):
-            factor *= n if p == P else 1
+        factor = math.prod(n for p, n in zip(placed, sizes, strict=True) if p == P)
         strides = {} if whole._spec.is_even() else {"shape": shape, "stride": whole.stride()}
         yield (
             placed,
@@ -362,7 +348,7 @@ STRIDED_PROGRAMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
 @on_ranks
 def test_from_local(sizes: tuple[int, ...]) -> None:
-    wrong, targets = [], itertools.cycle((R, Shard(0), Shard(1)))
+    targets = itertools.cycle((R, Shard(0), Shard(1)))
     for shape in SHAPES if len(sizes) == 1 else ((4, 6), (4, 3, 2, 2)):
         for placed, tensor, values in _moves(shape, sizes):
             for name, program in STRIDED_PROGRAMS.items():
@@ -372,9 +358,8 @@ def test_from_local(sizes: tuple[int, ...]) -> None:
                 to = [next(targets) if result.ndim > 1 else Shard(0)] * len(sizes)
                 moved = result.redistribute(placements=to).to_local()
                 part = distribute_tensor(expected, tensor.device_mesh, to, src_data_rank=None).to_local()
-                if not (torch.allclose(moved, part) and torch.allclose(result.full_tensor(), expected)):
-                    wrong.append((shape, name, placed, to))
-    assert not wrong, wrong[:10]
+                is_same = torch.allclose(moved, part) and torch.allclose(result.full_tensor(), expected)
+                assert is_same, (shape, name, placed, to)
 
 
 @on_ranks
@@ -409,10 +394,8 @@ def test_strides_are_kept(shape: tuple[int, ...]) -> None:
     for order in itertools.permutations(range(len(shape))):
         whole = _dense(_values(shape), order)
         for placed in (R, Shard(0), Shard(1)):
-            for tensor in (
-                distribute_tensor(whole, mesh, [placed]),
-                distribute_tensor(whole, mesh, [placed], src_data_rank=None),
-            ):
+            for source in (0, None):
+                tensor = distribute_tensor(whole, mesh, [placed], src_data_rank=source)
                 assert tensor.stride() == tensor.full_tensor().stride() == whole.stride(), (order, placed)
                 moved = tensor.redistribute(placements=[Shard(1 if placed == Shard(0) else 0)])
                 assert moved.stride() == whole.stride(), (order, placed)
@@ -431,33 +414,24 @@ def test_local_map_and_gradients() -> None:
     mesh = mesh_of((4,))
     weight = _values((8, 4)) / 10
     for placed, to in itertools.product((R, Shard(0), Shard(1)), repeat=2):
-        mapped = local_map(lambda x: _mine(x * 2), [placed], ([placed],))
         tensor = distribute_tensor(weight, mesh, [placed], src_data_rank=None).requires_grad_()
-        result = mapped(tensor)
+        result = local_map(lambda x: _mine(x * 2), [placed], ([placed],))(tensor)
         assert torch.equal(result.full_tensor(), weight * 2), (placed, to)
-        moved = result.redistribute(placements=[to])
-        local = moved.to_local()
+        local = result.redistribute(placements=[to]).to_local()
         local.backward(_mine(local.detach() + 1))
         assert torch.allclose(tensor.grad.full_tensor(), 2 * (weight * 2 + 1)), (placed, to)
-        tensor.grad = None
-        local = distribute_tensor(weight, mesh, [placed], src_data_rank=None).to_local().requires_grad_()
-        whole = DTensor.from_local(local, mesh, [placed]).full_tensor()
-        whole.backward(_mine(weight))
-        assert torch.equal(
-            local.grad, distribute_tensor(weight, mesh, [placed], src_data_rank=None).to_local()
-        )
+        part = tensor.detach().to_local()
+        local = part.clone().requires_grad_()
+        DTensor.from_local(local, mesh, [placed]).full_tensor().backward(_mine(weight))
+        assert torch.equal(local.grad, part)
 
 
 @on_ranks
 def test_torchs_dtensors() -> None:
-    from torch.distributed.tensor import DTensor as Theirs
-    from torch.distributed.tensor import Replicate as TheirReplicate
-    from torch.distributed.tensor import Shard as TheirShard
-
     mesh, values = mesh_of((4,)), _values((8, 4))
-    for placed in (TheirReplicate(), TheirShard(0), TheirShard(1)):
+    for placed in (theirs.Replicate(), theirs.Shard(0), theirs.Shard(1)):
         local = distribute_tensor(values, mesh, [placed], src_data_rank=None).to_local()
-        ours = from_torch(Theirs.from_local(_mine(local), mesh, [placed]))
+        ours = from_torch(theirs.DTensor.from_local(_mine(local), mesh, [placed]))
         assert torch.equal(ours.full_tensor(), values), placed
         assert torch.equal(to_torch(ours).full_tensor(), values), placed
 
@@ -468,19 +442,17 @@ def test_torchs_dtensors() -> None:
 @on_gloo_ranks(world_size=2)
 def test_buckets_and_collective_utils() -> None:
     mesh, rank = mesh_of((2,)), dist.get_rank()
-    values = _values((4, 6))
+    values, total = _values((4, 6)), 2 * _values((4, 6)) + 1
     for layout in range(4):  # another one on each rank
         mine = _layouts(values + rank)[(layout + rank) % 4]
-        total = 2 * values + 1
         for cap, hold in itertools.product((0, 1), (False, True)):
             results: list[torch.Tensor] = []
             bucketer = ReduceScatterBucketer(cap, hold_inputs=hold)
             for given in (mine, [mine, mine + 1], mine.reshape(-1)):
                 bucketer.reduce_scatter_async(given, mesh.get_group(), results.append)
             bucketer.flush()
-            assert torch.equal(results[0], total.chunk(2)[rank])
-            assert torch.equal(results[1], total + 2 * rank)
-            assert torch.equal(results[2], total.reshape(-1).chunk(2)[rank])
+            expected = [total.chunk(2)[rank], total + 2 * rank, total.reshape(-1).chunk(2)[rank]]
+            assert all(map(torch.equal, results, expected))
         for async_op in (False, True):
             output = mine.clone() if layout % 2 else _gapped(values * 0)
             work = collective_utils.mesh_broadcast(mine, mesh, async_op=async_op)
@@ -498,10 +470,6 @@ def test_buckets_and_collective_utils() -> None:
         assert torch.equal(moved, whole.chunk(2, 1)[rank])
 
 
-def _lists(values: torch.Tensor, layout: int) -> list[torch.Tensor]:
-    return [_layouts(values * 0)[(layout + i) % 4] for i in range(2)]
-
-
 @on_gloo_ranks(world_size=2)
 def test_comm_tensors() -> None:
     rank, values = dist.get_rank(), _values((4, 6))
@@ -517,7 +485,7 @@ def test_comm_tensors() -> None:
         sent = wrap(_layouts(values + rank)[(layout + rank) % 4])
         dist.broadcast(sent, 1, async_op=async_op)
         assert torch.equal(sent + 0, values + 1)
-        gathered = list(map(wrap, _lists(values, layout)))
+        gathered = [wrap(_layouts(values * 0)[(layout + i) % 4]) for i in range(2)]
         dist.all_gather(gathered, wrap(mine), async_op=async_op)
         assert all(torch.equal(one + 0, e) for one, e in zip(gathered, each, strict=True))
         output = wrap(_layouts(values * 0)[(layout + rank) % 4])

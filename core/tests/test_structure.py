@@ -61,8 +61,9 @@ def test_only_comm_calls_collectives(name: str) -> None:
 
 
 FACTORIES = {
-    *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
-    *("randperm", "scalar_tensor", "tensor", "zeros"),
+    *("torch.arange", "torch.empty", "torch.empty_strided", "torch.eye", "torch.full", "torch.linspace"),
+    *("torch.ones", "torch.rand", "torch.randint", "torch.randn", "torch.randperm", "torch.scalar_tensor"),
+    *("torch.tensor", "torch.zeros"),
 }
 
 
@@ -70,11 +71,8 @@ FACTORIES = {
 def test_factories_are_given_a_device(name: str) -> None:
     """Otherwise a tensor would be on the CPU, or on the device of torch.set_default_device."""
     calls = [node for node in ast.walk(ast.parse(FILES[name].read_text())) if isinstance(node, ast.Call)]
-    factories = [
-        node for node in calls if isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
-    ]
-    for node in factories:
-        if ast.unparse(node.func.value) == "torch":
+    for node in calls:
+        if ast.unparse(node.func) in FACTORIES:
             assert {"device", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)
 
 

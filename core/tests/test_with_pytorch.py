@@ -55,9 +55,6 @@ class Side:
     def rows(self, placement: Placement = S0) -> Any:
         return self.put(randn(8, 4), placement)
 
-    def leaf(self, placement: Placement = S0) -> Any:
-        return self.put(randn(8, 4), placement, grad=True)
-
     def spread(self, module: nn.Module, placement: Placement = S0) -> Any:
         return sharded(module, placement) if self.distributed else copy.deepcopy(module)
 
@@ -65,9 +62,9 @@ class Side:
         torch.manual_seed(1)
         return self.spread(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), placement)
 
-    def linear(self, placement: Placement = S0) -> Any:
+    def linear(self) -> Any:
         torch.manual_seed(1)
-        return self.spread(nn.Linear(4, 8), placement)
+        return self.spread(nn.Linear(4, 8))
 
 
 Program = Callable[[Side], Any]
@@ -132,7 +129,12 @@ def test_modules_of_torchs_database(info: Any) -> None:
     _assert_same(info.name, lambda w: _module(w, info))
 
 
-FORMS: dict[str, dict[str, bool]] = {"one by one": {"foreach": False}, "foreach": {"foreach": True}}
+FORMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 # LBFGS flattens all parameters into one vector, Muon takes whole matrices, SparseAdam sparse gradients.
 FORMLESS = {"LBFGS": S0, "Muon": R}
 
@@ -170,12 +172,12 @@ def _optimizer(w: Side, info: Any, form: dict[str, bool]) -> Any:
         pytest.param(info, form, id=f"{info.optim_cls.__name__}-{form}")
         for info in optim_db
         if info.optim_cls is not torch.optim.SparseAdam
-        for form in (["default"] if info.optim_cls.__name__ in FORMLESS else FORMS)
+        for form in (["default"] if info.optim_cls.__name__ in FORMLESS else ["loop", "foreach"])
     ],
 )
 @on_ranks
 def test_optimizers_of_torchs_database(info: Any, form: str) -> None:
-    _assert_same(form, lambda w: _optimizer(w, info, FORMS.get(form, {})))
+    _assert_same(form, lambda w: _optimizer(w, info, FORMS[form]))
 
 
 # ---- training ----
@@ -203,11 +205,6 @@ def _stepped_in_backward(w: Side) -> Any:
     net(w.rows(R)).square().mean().backward()
     return list(net.parameters())
 
-
-TRAINING: dict[str, Program] = {
-    "grad scaler": _scaled,
-    "optimizers in the backward pass": _stepped_in_backward,
-}
 
 # ---- autograd ----
 
@@ -243,7 +240,7 @@ def _through(fn: Callable[[Any], Any], power: int = 2) -> Program:
     """Returns a program that runs forward and backward through the function."""
 
     def run(w: Side) -> Any:
-        x = w.leaf()
+        x = w.rows().requires_grad_()
         out = fn(x)
         out.pow(power).sum().backward()
         return out, x.grad
@@ -253,7 +250,7 @@ def _through(fn: Callable[[Any], Any], power: int = 2) -> Program:
 
 def _hooked(w: Side) -> Any:
     """Hooks of tensors, nodes and modules, some of which replace values."""
-    x, seen = w.leaf(), []
+    x, seen = w.rows().requires_grad_(), []
     y = x.sin()
     y.retain_grad()
     y.register_hook(lambda g: g * 3)
@@ -276,20 +273,6 @@ def _packed(x: Any) -> Any:
     ):
         return x.sin().softmax(0)
 
-
-def _selective() -> Any:
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
-
-
-AUTOGRAD: dict[str, Program] = {
-    "hooks": _hooked,
-    "custom function with setup_context": _through(lambda x: _Scaled.apply(x, 2.0)[0]),
-    "custom function that writes": _through(lambda x: _Written.apply(x * 1)),
-    "saved tensors packed": _through(_packed),
-    "checkpoint with a selective policy": _through(
-        lambda x: checkpoint(lambda t: (t @ t.t()).relu(), x, use_reentrant=False, context_fn=_selective)
-    ),
-}
 
 # ---- what is done to modules ----
 
@@ -324,14 +307,6 @@ _flipped.register_fake(torch.empty_like)
 _flipped.register_autograd(lambda ctx, g: g.flip(0) * 2)
 
 
-MODULES: dict[str, Program] = {
-    "initial values, truncated": _init(lambda p: nn.init.trunc_normal_(p, std=0.3)),
-    "initial values, orthogonal": _init(nn.init.orthogonal_),
-    "pruned by rows": _pruned,
-    "custom operator": _through(lambda x: _flipped(x)),
-    "fake quantization": _through(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)),
-}
-
 # ---- values ----
 
 
@@ -342,15 +317,32 @@ def _flops(w: Side) -> Any:
     return out, counted.get_total_flops()
 
 
-VALUES: dict[str, Program] = {
+PROGRAMS: dict[str, Program] = {
+    "grad scaler": _scaled,
+    "optimizers in the backward pass": _stepped_in_backward,
+    "hooks": _hooked,
+    "custom function with setup_context": _through(lambda x: _Scaled.apply(x, 2.0)[0]),
+    "custom function that writes": _through(lambda x: _Written.apply(x * 1)),
+    "saved tensors packed": _through(_packed),
+    "checkpoint with a selective policy": _through(
+        lambda x: checkpoint(
+            lambda t: (t @ t.t()).relu(),
+            x,
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm.default]),
+        )
+    ),
+    "initial values, truncated": _init(lambda p: nn.init.trunc_normal_(p, std=0.3)),
+    "initial values, orthogonal": _init(nn.init.orthogonal_),
+    "pruned by rows": _pruned,
+    "custom operator": _through(lambda x: _flipped(x)),
+    "fake quantization": _through(lambda x: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)),
     "batches of a dataset": lambda w: list(
         DataLoader(TensorDataset(w.rows(), w.put(torch.arange(8), S0)), batch_size=3)
     ),
     "flops": _flops,
     "padded sequences": lambda w: nn.utils.rnn.pad_sequence([w.put(randn(n, 4), S1) for n in (3, 5, 2)]),
 }
-
-PROGRAMS = TRAINING | AUTOGRAD | MODULES | VALUES
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -368,14 +360,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "adamw with a tensor as step size": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
 }
-STEP_FORMS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "loop": {"foreach": False},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-}
-
-
 # ---- parameters of several kinds in one optimizer ----
 
 
@@ -383,8 +367,14 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Returns plain parameters with gradients, and the same on two meshes and plain."""
     generator = torch.Generator().manual_seed(3)
     plain, mixed = [], []
-    layouts: list[tuple[tuple[int, ...], list[Placement]] | None]
-    layouts = [((4,), [S0]), None, ((2, 2), [R, S1]), ((4,), [R]), None, ((2, 2), [S0, S1])]
+    layouts: list[Any] = [
+        ((4,), [S0]),
+        None,
+        ((2, 2), [R, S1]),
+        ((4,), [R]),
+        None,
+        ((2, 2), [S0, S1]),
+    ]
     for layout in layouts:
         values = [torch.randn(6, 5, generator=generator, dtype=torch.float64) for _ in range(2)]
         for parameters, here in ((plain, None), (mixed, layout)):
@@ -399,7 +389,7 @@ def _mixed() -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     [
         (optimizer, form)
         for optimizer in OPTIMIZERS
-        for form in STEP_FORMS
+        for form in FORMS
         if not (form == "foreach" and "tensor" in optimizer)  # torch expects a number
     ],
 )
@@ -411,25 +401,22 @@ def test_optimizers_of_plain_and_distributed_parameters(optimizer: str, form: st
         plain, mixed = _mixed()
         norms = []
         for parameters in (plain, mixed):
-            stepper = make(parameters, **arguments, **STEP_FORMS[form])
+            stepper = make(parameters, **arguments, **FORMS[form])
             for _ in range(3):
                 norms.append(nn.utils.clip_grad_norm_(parameters, 0.5, **clip))
                 stepper.step()
-        for got, expected in zip(norms[3:], norms[:3], strict=True):
-            torch.testing.assert_close(full(got), expected)
-        for one, expected in zip(mixed, plain, strict=True):
-            assert isinstance(one.grad, DTensor) == isinstance(one, DTensor)
-            torch.testing.assert_close(full([one.detach(), one.grad]), [expected.detach(), expected.grad])
+        torch.testing.assert_close(full(norms[3:]), norms[:3])
+        torch.testing.assert_close(*(full([(p.detach(), p.grad) for p in ps]) for ps in (mixed, plain)))
+        assert all(isinstance(p.grad, DTensor) == isinstance(p, DTensor) for p in mixed)
 
 
 @on_worlds
 def test_clipping_without_foreach_beside_plain_parameters() -> None:
     """On one mesh, which clipping without foreach requires."""
     these, those = ([parameters[i] for i in (0, 1, 3, 4)] for parameters in _mixed())
-    expected, got = (nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those))
+    norms = [nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those)]
+    expected, got = ([norm, *(p.grad for p in ps)] for norm, ps in zip(norms, (these, those), strict=True))
     torch.testing.assert_close(full(got), expected)
-    for one, plainly in zip(those, these, strict=True):
-        torch.testing.assert_close(full(one.grad), plainly.grad)
     those[1].grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
         nn.utils.clip_grad_norm_(those, 0.3, error_if_nonfinite=True)
@@ -476,10 +463,9 @@ def test_gradients_are_unscaled(sizes: Any, placed: Any) -> None:
         outcomes = []
         for put in (torch.clone, spread):
             grads = [put(torch.tensor([1.0, 2, bad])), put(torch.ones(5)), torch.ones(3)]
-            if plain_numbers and put is spread:
-                grads.append(place(torch.ones(6, 5), S0, S1, mesh=(2, 2)))
-            elif plain_numbers:
-                grads.append(torch.ones(6, 5))
+            if plain_numbers:
+                other = torch.ones(6, 5)
+                grads.append(place(other, S0, S1, mesh=(2, 2)) if put is spread else other)
             numbers = [torch.zeros(1), torch.full((1,), 0.5)]
             infinite, scale = numbers if plain_numbers else map(put, numbers)
             torch._amp_foreach_non_finite_check_and_unscale_(grads, infinite, scale)
