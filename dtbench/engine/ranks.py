@@ -192,7 +192,7 @@ class AloneRanks:
         return decide([vote])
 
     def report_failure(self, error: str) -> None:
-        """Does nothing: there are no other ranks."""
+        """Does nothing, since this process has no other ranks."""
 
 
 class LiveWorld:

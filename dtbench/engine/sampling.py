@@ -224,7 +224,7 @@ class Adaptive(CollectiveSchedule):
         self._cold = case.calls_per_sample == 1 and not case.sample_s and case.clock == "device"
         self._calls = dict.fromkeys(impls, case.calls_per_sample)
         # impl -> seconds per call, begin and its uncertainty on this rank's clock in ns, for each sample
-        self._taken: dict[str, list[tuple[float | None, int | None, float]]] = {impl: [] for impl in impls}
+        self._samples: dict[str, list[tuple[float | None, int | None, float]]] = {impl: [] for impl in impls}
         self._offset: Offset | None = None
         self._throttled: str | None = None
         self._call_s: dict[str, float] = {}  # on rank 0: time per call on the slowest rank
@@ -304,7 +304,7 @@ class Adaptive(CollectiveSchedule):
                 for impl in order[first:] + order[:first]:
                     seconds = self._time(impl, self._calls[impl])
                     started_ns = None if seconds is None else self._clock.started_ns
-                    self._taken[impl].append((seconds, started_ns, self._clock.error_ns))
+                    self._samples[impl].append((seconds, started_ns, self._clock.error_ns))
             done += rounds
         offset_after = self._instruments.clock_offset()
         self._offset = mean_offset(offset_before, offset_after) if offset_before and offset_after else None
@@ -316,16 +316,18 @@ class Adaptive(CollectiveSchedule):
         """Gathers the samples of all ranks. Only rank 0 gets complete outcomes; other ranks get the status."""
         samples: dict[str, RankSamples] = {}
         for impl, subject in self.live.items():
-            taken, counters = self._taken[impl], subject.counters()
+            own_samples, counters = self._samples[impl], subject.counters()
             if counters is not None and self.case.sample_s:
                 counters["calls_per_sample"] = self._calls[impl]
             samples[impl] = {
                 "counters": counters,
-                "samples": [seconds for seconds, *_ in taken] if subject.workload.participates else None,
-                "started": [started_ns for _, started_ns, _ in taken],
+                "samples": [seconds for seconds, *_ in own_samples]
+                if subject.workload.participates
+                else None,
+                "started": [started_ns for _, started_ns, _ in own_samples],
                 "kernel": self._instruments.kernel,
                 "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
-                "error_ns": max((error_ns for *_, error_ns in taken), default=0.0),
+                "error_ns": max((error_ns for *_, error_ns in own_samples), default=0.0),
                 "throttled": self._throttled,
             }
         gathered: list[dict[str, RankSamples]] = []

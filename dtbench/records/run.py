@@ -140,9 +140,15 @@ class RunWriter:
         """Marks the run as complete."""
         with self._writing:
             statuses = Counter(result.status for result in self._results.values())
-            counts = {status: statuses[status] for status in STATUSES}
             self._write(
-                _encode({"kind": "end", "finished": _now(), "failed": counts["failed"], "counts": counts})
+                _encode(
+                    {
+                        "kind": "end",
+                        "finished": _now(),
+                        "failed": statuses["failed"],
+                        "counts": {status: statuses[status] for status in STATUSES},
+                    }
+                )
             )
 
     def close(self) -> None:
