@@ -40,8 +40,9 @@ def calibrated_dims(results: Iterable[Result], **changes: Any) -> dict[str, Dim]
 
 
 def exact(**changes: Any) -> list[Result]:
-    options = {"names": RING, "noise": 0.0, "samples": 8, "modes": ["together"]}
-    return list(made_up.collectives(**{**options, **changes}))
+    return list(
+        made_up.collectives(**{"names": RING, "noise": 0.0, "samples": 8, "modes": ["together"]} | changes)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -416,8 +417,7 @@ def test_contention_is_measured_at_the_largest_common_size() -> None:
 
 
 def as_dtype(results: list[Result], dtype: str, factor: float = 1.0) -> list[Result]:
-    changed = [msgspec.structs.replace(r, params={**r.params, "dtype": dtype}) for r in results]
-    return slowed(changed, factor)
+    return slowed((msgspec.structs.replace(r, params={**r.params, "dtype": dtype}) for r in results), factor)
 
 
 def test_curve_uses_a_single_dtype_and_prefers_float32() -> None:
@@ -496,8 +496,8 @@ def test_table_times_never_fall_and_keep_measured_times() -> None:
 def test_invalid_times_are_left_out_of_tables() -> None:
     invalid = {made_up.SIZES[2]: math.nan, made_up.SIZES[4]: 0.0}
     results = slowed(exact(), lambda r, rank: invalid.get(r.size_bytes or 0, 1.0))
-    sizes = [row.size_bytes for row in calibrated_dims(results)["tp"].collectives["all_gather"].table]
-    assert sizes == [size for size in made_up.SIZES if size not in invalid]
+    table = calibrated_dims(results)["tp"].collectives["all_gather"].table
+    assert [row.size_bytes for row in table] == [size for size in made_up.SIZES if size not in invalid]
 
 
 def test_end_bandwidth_is_that_of_large_messages() -> None:

@@ -488,13 +488,19 @@ def from_logs(dtbench: Cli) -> None:
 
 
 def from_own_run(_dtbench: Cli) -> None:
-    common = {"mesh_dim": "tp", "ranks": RANKS, "groups": "together", "mode": "isolated", "dtype": "float32"}
     results = [
         made_up.result(
             "collectives",
             name,
             "c10d",
-            {**common, "size": size},
+            {
+                "mesh_dim": "tp",
+                "ranks": RANKS,
+                "groups": "together",
+                "mode": "isolated",
+                "dtype": "float32",
+                "size": size,
+            },
             [1e-6 * time_us(name, size)] * 5,
             size_bytes=size,
         )

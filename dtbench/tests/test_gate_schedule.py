@@ -14,7 +14,7 @@ import pytest
 from dtbench.engine.clock import HostClock
 from dtbench.engine.tasks import Task
 from dtbench.gate import sampler
-from dtbench.gate.benchmark import Benchmark, Key
+from dtbench.gate.benchmark import Benchmark
 from dtbench.gate.sampler import Sampling, measure_in_turns, sampling_for
 from dtbench.gate.schedule import LOOKS, ArmName, GateSchedule, LaunchTimes, OutOfTimeError, pair_of
 from dtbench.gate.verdict import compared_case, exit_code_of, has_moved, passes, rises, trust_of
@@ -31,8 +31,10 @@ TIME_S = 1e-3
 
 
 def benchmarks(count: int, suite: str = "s") -> list[Benchmark]:
-    keys: list[Key] = [(suite, f"b{i}", "core", ()) for i in range(count)]
-    return [Benchmark(key, f"{key[0]} {key[1]} [core]", "simulated", "min") for key in keys]
+    return [
+        Benchmark((suite, f"b{i}", "core", ()), f"{suite} b{i} [core]", "simulated", "min")
+        for i in range(count)
+    ]
 
 
 (ANY,) = benchmarks(1)
@@ -306,8 +308,8 @@ def enumerated_p(differences: np.ndarray) -> float:
     moved = differences[differences != 0]
     order = np.abs(moved)
     ranks = np.array([(np.sum(order < x) + np.sum(order <= x) + 1) / 2 for x in order])
-    sums = np.array([*itertools.product((0, 1), repeat=len(moved))]) @ ranks
-    return float(np.mean(sums >= ranks[moved > 0].sum() - 1e-9))
+    signs = np.array([*itertools.product((0, 1), repeat=len(moved))])
+    return float(np.mean(signs @ ranks >= ranks[moved > 0].sum() - 1e-9))
 
 
 NORMAL = [np.random.default_rng(n).normal(s, 1.0, n) for n in range(1, 10) for s in (-0.5, 0.0, 0.5, 3.0)]
@@ -323,8 +325,10 @@ def test_the_signed_rank_test_is_exact_with_ties_and_zeros(differences: list[flo
 @pytest.mark.parametrize("n", [5, 6, 8, 10, 11])
 def test_bounds_are_the_walsh_averages_of_the_signed_rank_test(n: int) -> None:
     """The k-th Walsh average lies above the truth as often as the signed-rank sum is below k."""
-    signs = itertools.product((0, 1), repeat=n)
-    sums = [sum(rank * sign for rank, sign in enumerate(row, 1)) for row in signs]
+    sums = [
+        sum(rank * sign for rank, sign in enumerate(signs, 1))
+        for signs in itertools.product((0, 1), repeat=n)
+    ]
     k = max(k for k in range(1, n * n) if sum(s <= k - 1 for s in sums) / 2**n <= 0.05)
     logs = np.random.default_rng(n).normal(0.01, 0.02, n)
     walsh = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
@@ -370,8 +374,8 @@ def test_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond(
 def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance(
     ratio: float, high: float, tolerance: float, is_pass: bool
 ) -> None:
-    benchmark = replace(ANY, tolerance=tolerance)
-    assert passes(benchmark, Effect(ratio, 0.9, high, 0.01, 5), 1e-3) == is_pass
+    effect = Effect(ratio, 0.9, high, 0.01, 5)
+    assert passes(replace(ANY, tolerance=tolerance), effect, 1e-3) == is_pass
 
 
 def test_the_level_shrinks_with_the_family_and_the_looks() -> None:
@@ -473,14 +477,15 @@ class SamplerLog:
             case = Case("x", {"n": number}, {"python": build}, clock="host", samples=2, warmup_calls=0)
             return Task(SUITE, case, ("python",))
 
-        results = measure_in_turns(
-            [(task(number), "python", sampling) for number, sampling in enumerate(samplings)],
-            None,
-            {"host": self._clock},
-            lambda _: None,
-            lambda turn: self.seen.append(f"turn {turn}"),
-        )
-        return list(results)
+        return [
+            *measure_in_turns(
+                [(task(number), "python", sampling) for number, sampling in enumerate(samplings)],
+                None,
+                {"host": self._clock},
+                lambda _: None,
+                lambda turn: self.seen.append(f"turn {turn}"),
+            )
+        ]
 
 
 def test_sample_is_the_fastest_of_its_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,5 +537,4 @@ def test_a_benchmark_that_fails_takes_its_turns(monkeypatch: pytest.MonkeyPatch)
 def test_slow_calls_are_sampled_less(
     own: int | None, call_s: float, benchmarks: int, sampling: Sampling
 ) -> None:
-    case = Case("x", {}, {}, calls_per_sample=100, samples=own)
-    assert sampling_for(case, call_s, benchmarks) == sampling
+    assert sampling_for(Case("x", {}, {}, calls_per_sample=100, samples=own), call_s, benchmarks) == sampling

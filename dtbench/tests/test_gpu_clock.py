@@ -47,9 +47,8 @@ def test_gpu_clock_measures_the_time_on_the_gpu(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("cold", [False, True])
 def test_gpu_clock_flushes_the_l2_of_cold_samples_only(monkeypatch: pytest.MonkeyPatch, cold: bool) -> None:
     host = Host(monkeypatch)
-    flush = host.clock._flush
+    flush = host.clock._flush.fill_(1)
     assert flush.numel() == 2 * host.gpus.l2_bytes(CPU)
-    flush.fill_(1)
     host.clock.settle(cold=cold)
     assert flush.any() != cold
     # The clocks are compared after the flush is done.
@@ -119,6 +118,6 @@ def test_arrivals_of_two_hosts_have_the_error_of_their_clocks() -> None:
         for rank in starts
     ]
     combined = combine_ranks(parts)
-    late_s = (combined.rank_arrivals_s["0"], combined.rank_arrivals_s["1"])
-    assert late_s == (pytest.approx((0.0, 0.0), abs=1e-6), pytest.approx((0.0, 4e-4), abs=1e-6))
+    arrivals_s = {"0": pytest.approx((0.0, 0.0), abs=1e-6), "1": pytest.approx((0.0, 4e-4), abs=1e-6)}
+    assert combined.rank_arrivals_s == arrivals_s
     assert combined.counters["arrival_error_s"] == pytest.approx(500e-9)
