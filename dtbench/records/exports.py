@@ -100,10 +100,17 @@ def github(points: Sequence[Point]) -> str:
 
 def bmf(points: Sequence[Point]) -> str:
     """Formats the points in Bencher Metric Format, as the measure `latency` in nanoseconds."""
-    metrics = {}
-    for point in points:
-        figures = {"value": point.time_s, "lower_value": point.low_s, "upper_value": point.high_s}
-        metrics[point.label] = {"latency": {name: s * 1e9 for name, s in figures.items() if s is not None}}
+    fields = {"value": "time_s", "lower_value": "low_s", "upper_value": "high_s"}
+    metrics = {
+        point.label: {
+            "latency": {
+                name: getattr(point, field) * 1e9
+                for name, field in fields.items()
+                if getattr(point, field) is not None
+            }
+        }
+        for point in points
+    }
     return json.dumps(metrics, indent=2, allow_nan=False) + "\n"
 
 

@@ -243,7 +243,6 @@ def _ranks(job: Job, screen: bool) -> Table:
 
 def sentences(analysis: JobAnalysis) -> dict[str, list[str]]:
     """Returns title -> sentences: possible savings, bytes that the layout needs, changes, caveats of bandwidths."""
-    caveats = group_by((row for row in analysis.links if row.caveat), lambda row: row.caveat)
     return {
         "At most, this much time per step could be saved": [
             f"{format_seconds(saving.saved_s)} ({saving.share:.0%} of the step of rank {saving.rank}) "
@@ -254,7 +253,8 @@ def sentences(analysis: JobAnalysis) -> dict[str, list[str]]:
         "Base → head": [*map(str, analysis.call_changes), *map(_change, analysis.time_changes)],
         "Caveats of the calibrated bandwidths": [
             f"{why}: {rows[0].kind}" + f" and {len(rows) - 1} more" * (len(rows) > 1)
-            for why, rows in caveats.items()
+            for why, rows in group_by(analysis.links, lambda row: row.caveat).items()
+            if why
         ],
     }
 

@@ -134,10 +134,13 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         "NUMA nodes per group": [_span(d.numa_nodes_per_group) for d in dims],
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
-    filled = {title: column for title, column in figures.items() if set(column) != {"-"}}
     terminal.print_line(console, "")
     terminal.print_line(console, "layout: placement of the groups of each mesh dim", style="bold")
-    terminal.print_columns(console, [("mesh dim", [d.name for d in dims])], filled.items())
+    terminal.print_columns(
+        console,
+        [("mesh dim", [d.name for d in dims])],
+        [(title, column) for title, column in figures.items() if set(column) != {"-"}],
+    )
 
 
 def _span(span: tuple[int, int] | None) -> str:

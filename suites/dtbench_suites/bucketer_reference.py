@@ -35,8 +35,6 @@ class _ReferenceBucket:
         self.filled = end
 
     def flush(self) -> None:
-        if not self.filled:
-            return
         packed = self.rows[:, : self.filled].contiguous()
         reduce_scatter_single(self.output[: self.filled], packed.view(-1), group=self.group)
         for call in self.waiting:

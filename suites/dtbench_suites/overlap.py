@@ -113,11 +113,19 @@ def overlap(options: RunOptions) -> Iterator[Case]:
     sizes = options.sizes_bytes if options.sizes_chosen else default_sizes
     for point in sweep(options, sizes=sizes):
         for late_ms in (0, LATE_MS) if point.size_bytes == sizes[len(sizes) // 2] else (0,):
-            build = partial(
-                build_impl, point.mesh_dim, point.size_bytes, late_ms, width, torch_dtype(point.dtype)
-            )
             yield Case(
                 name="all_reduce",
                 params=point.params | {"late_ms": late_ms, "layers": LAYERS, "width": width},
-                build={impl: partial(build, impl) for impl in IMPLS},
+                build={
+                    impl: partial(
+                        build_impl,
+                        point.mesh_dim,
+                        point.size_bytes,
+                        late_ms,
+                        width,
+                        torch_dtype(point.dtype),
+                        impl,
+                    )
+                    for impl in IMPLS
+                },
             )

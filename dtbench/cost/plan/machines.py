@@ -329,8 +329,10 @@ class TopologyLinks:
             raise UsageError(
                 "the topology has no mesh dim, expected at least one: calibrate a run of the suite collectives"
             )
-        fitting = [dim for dim in dims if (dim.layout.kind == "intra-host") == intra_host]
-        dim = min(fitting or dims, key=lambda dim: dim.bandwidth_GiBps)
+        dim = min(
+            [dim for dim in dims if (dim.layout.kind == "intra-host") == intra_host] or dims,
+            key=lambda dim: dim.bandwidth_GiBps,
+        )
         # A ring needs half the steps of its all-reduce.
         if name in ("all_gather", "reduce_scatter") and name not in dim.collectives:
             return self._seconds("all_reduce", size_bytes, ranks, intra_host) / 2

@@ -241,8 +241,9 @@ def halves(steps: Sequence[MeasuredStep]) -> tuple[list[MeasuredStep], list[Meas
     Steps with the same split of the ranks stay in the same half, so that the halves do not differ just by the micro
     batch. If there are few splits, steps are divided individually.
     """
-    layouts = [step.layout for step in steps]
-    splits = [(layout.tp, layout.pp, layout.dp, layout.cp, layout.ep) for layout in layouts]
+    splits = [
+        (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep) for layout in (step.layout for step in steps)
+    ]
     if len({*splits}) < MIN_SPLITS:
         splits = [(index, 0, 0, 0, 0) for index in range(len(steps))]
     distinct = sorted({*splits})

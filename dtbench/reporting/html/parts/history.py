@@ -57,8 +57,14 @@ def _figure(section: ReportSection, index: int, history: History, times: Times) 
     panels, names = [], _short(list(times))
     for label, points in section.capped(drawn, "benchmarks by change", MOST_PANELS):
         values = [time for _, time in points]
-        curve = DrawnCurve("time", [float(index) for index, _ in points], values)
-        panels.append(CurvePanel(names[label], [curve], level=_baseline(points), y=close_axis(values)))
+        panels.append(
+            CurvePanel(
+                names[label],
+                [DrawnCurve("time", [float(index) for index, _ in points], values)],
+                level=_baseline(points),
+                y=close_axis(values),
+            )
+        )
     count = len(history.points)
     tick_sets = [range(0, count, max(1, count // parts)) for parts in (4, 3, 2)]
     return curves(

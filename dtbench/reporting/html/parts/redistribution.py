@@ -342,9 +342,6 @@ def _constants(topology: CalibratedTopology) -> Table:
     dims = topology.dims
     builtin = [dim.builtin for dim in dims]
 
-    def column(header: str, cells: Sequence[str], unit: str) -> TableColumn:
-        return TableColumn(header, cells, True, unit)
-
     digits = partial(significant, digits=3)
     bandwidths = [f"{'≥ ' * dim.bandwidth_is_lower_bound}{digits(dim.bandwidth_GiBps)}" for dim in dims]
     return Table(
@@ -353,13 +350,18 @@ def _constants(topology: CalibratedTopology) -> Table:
             columns.text("Mesh dim", [dim.name for dim in dims]),
             columns.counts("Ranks", [dim.ranks for dim in dims]),
             columns.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
-            column("Bandwidth", bandwidths, "GiB/s"),
-            column(
-                "90 % interval", [format_interval(dim.bandwidth_interval, " – ") for dim in dims], "GiB/s"
+            TableColumn("Bandwidth", bandwidths, True, "GiB/s"),
+            TableColumn(
+                "90 % interval",
+                [format_interval(dim.bandwidth_interval, " – ") for dim in dims],
+                True,
+                "GiB/s",
             ),
             columns.numbers("built-in", (b.bandwidth_GiBps if b else None for b in builtin), digits, "GiB/s"),
             columns.numbers("Latency per hop", (dim.latency_us_per_hop for dim in dims), digits, "µs"),
-            column("90 % interval", [format_interval(dim.latency_interval, " – ") for dim in dims], "µs"),
+            TableColumn(
+                "90 % interval", [format_interval(dim.latency_interval, " – ") for dim in dims], True, "µs"
+            ),
             columns.numbers("built-in", (b.latency_us_per_hop if b else None for b in builtin), digits, "µs"),
             columns.ratios("Fit off by, mean", [dim.residuals.geometric_mean_ratio for dim in dims]),
             columns.ratios("worst", [dim.residuals.worst_ratio for dim in dims]),
