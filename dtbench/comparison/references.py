@@ -222,8 +222,11 @@ def compare_with_reference(
     rows: list[ReferenceRow] = []
     verdicts: list[ReferenceVerdict] = []
     for dim, ranks, hosts in groups:
-        matching = [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
-        chosen = find_systems(systems, named) if named else matching
+        chosen = (
+            find_systems(systems, named)
+            if named
+            else [s for s in systems if (s.ranks, s.hosts) == (ranks, hosts) and _has_gpus_of(s, run)]
+        )
         dim_rows = [(system, row) for system in chosen for row in _rows(run, dim, system)]
         rows += [row for _, row in dim_rows]
         decisive = [row for system, row in dim_rows if system.ranks == ranks and row.size_bytes >= MIN_SIZE]
@@ -363,9 +366,11 @@ def verdicts_of(
         compared_with: kind of system, or the named system.
         one_is_enough: whether a single source suffices even if systems of its kind vary.
     """
-    by_collective = group_by(rows, lambda row: row.collective).values()
     verdicts = sorted(
-        (_verdict_on_collective(rows, compared_with, one_is_enough) for rows in by_collective),
+        (
+            _verdict_on_collective(rows_of_collective, compared_with, one_is_enough)
+            for rows_of_collective in group_by(rows, lambda row: row.collective).values()
+        ),
         key=lambda verdict: WORST_FIRST.index(verdict.verdict),
     )
     groups = group_by(
@@ -426,8 +431,7 @@ def _verdict_on_collective(
 def comparison_lines(comparison: ReferenceComparison, with_all: bool) -> Iterator[str]:
     """Yields the lines of the comparison for a terminal: verdicts, notes and, if `with_all`, all ratios."""
     yield from map(str, comparison.verdicts)
-    for note in comparison.notes:
-        yield f"! {note}"
+    yield from (f"! {note}" for note in comparison.notes)
     if comparison.rows and not with_all:
         yield f"{plural(len(comparison.rows), 'ratio')} by size and source: --all"
         return

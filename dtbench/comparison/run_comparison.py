@@ -122,8 +122,10 @@ class Comparison(Struct, frozen=True, kw_only=True):
         parts = []
         for suite, rows in islice(_rows_by_suite(self).items(), MAX_TABLES):
             title, columns = _table(suite, rows[:MAX_ROWS], self)
-            cells = list(zip(*(map(plain, column.cells) for column in columns), strict=True))
-            table = pd.DataFrame(cells, columns=[plain(column.title) for column in columns])
+            table = pd.DataFrame(
+                list(zip(*(map(plain, column.cells) for column in columns), strict=True)),
+                columns=[plain(column.title) for column in columns],
+            )
             parts.append(f"<p>{escape(plain(title))}</p>{table.to_html(index=False)}")
         return "".join([*parts, *(f"<p>{escape(plain(line))}</p>" for line in _closing_lines(self))])
 
@@ -185,8 +187,13 @@ def _table(suite: str, rows: Sequence[ComparedCase], comparison: Comparison) -> 
             reasons = [
                 f"{row.verdict}: {row.reason}".rstrip(": ") if row.ratio is None else "" for row in rows
             ]
-        differences = ["-" if row.ratio is None else format_difference(row.ratio) for row in rows]
-        columns.append(TableColumn("difference", differences, True))
+        columns.append(
+            TableColumn(
+                "difference",
+                ["-" if row.ratio is None else format_difference(row.ratio) for row in rows],
+                True,
+            )
+        )
     else:
         title += (
             f"; base, head: median over launches of each launch's {rows[0].estimator}; "
@@ -222,16 +229,9 @@ def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
 
     All launches of all runs of a side count as launches of that side.
     """
-    base_results, head_results = (
-        {(run.header.run_id, result.key): result for run in side for result in run.results}
-        for side in (base, head)
-    )
-    repeated = sum(len(run.results) for run in (*base, *head)) - len(base_results) - len(head_results)
-    base_cases, head_cases = (
-        group_by(results.values(), lambda result: result.case_key) for results in (base_results, head_results)
-    )
-    del base_results, head_results  # with 200,000 results their keys take 300 MB
+    base_cases, head_cases = map(_results_by_case, (base, head))
     cases = {key: (base_cases.get(key, []), head_cases.get(key, [])) for key in base_cases | head_cases}
+    repeated = sum(len(run.results) for run in (*base, *head)) - sum(map(len, chain(*cases.values())))
     skipped = {
         key for key, sides in cases.items() if all(result.status == "skipped" for result in chain(*sides))
     }
@@ -268,6 +268,12 @@ def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
         if base_cases.keys() & head_cases.keys()
         else _nothing_shared(base_cases, head_cases),
     )
+
+
+def _results_by_case(side: Sequence[Run]) -> dict[CaseKey, list[Result]]:
+    """Groups the results of one side, each of them once even if its run is given twice."""
+    results = {(run.header.run_id, result.key): result for run in side for result in run.results}
+    return group_by(results.values(), lambda result: result.case_key)
 
 
 def _nothing_shared(base: Collection[CaseKey], head: Collection[CaseKey]) -> str:

@@ -3,15 +3,13 @@
 `gpus()` wraps torch.cuda. In a rehearsal it returns a fake that works on the CPU; the environment names its file.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import runpy
 import sys
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from dtbench.errors import UsageError
 from dtbench.suite import DeviceType
@@ -70,20 +68,19 @@ class Gpus:
     def count(self) -> int:
         return int(self._cuda.device_count()) if self._cuda.is_available() else 0
 
-    def current(self) -> torch.device:
+    def current(self) -> "torch.device":
         import torch
 
         return torch.device("cuda", torch.cuda.current_device())
 
-    def select(self, index: int) -> torch.device:
+    def select(self, index: int) -> "torch.device":
         import torch
 
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
 
     def event(self) -> GpuEvent:
-        event: GpuEvent = self._cuda.Event(enable_timing=True)
-        return event
+        return cast(GpuEvent, self._cuda.Event(enable_timing=True))
 
     def synchronize(self) -> None:
         """Blocks until the current GPU has finished all queued work."""
@@ -108,10 +105,9 @@ class Gpus:
         graph = cuda.CUDAGraph()
         with cuda.graph(graph):
             run()
-        replay: Callable[[], object] = graph.replay
-        return replay
+        return cast(Callable[[], object], graph.replay)
 
-    def l2_bytes(self, device: torch.device) -> int:
+    def l2_bytes(self, device: "torch.device") -> int:
         return int(self._cuda.get_device_properties(device).L2_cache_size)
 
     def free_cached(self) -> None:
@@ -142,11 +138,11 @@ def gpus() -> Gpus:
 
 @lru_cache(maxsize=1)
 def _rehearsed(file: str) -> Gpus:
-    gpus: Gpus = runpy.run_path(file)["rehearsed"]()  # the module's globals stay alive through its functions
-    return gpus
+    # The module's globals stay alive through its functions.
+    return cast(Gpus, runpy.run_path(file)["rehearsed"]())
 
 
-def is_gpu(device: torch.device) -> bool:
+def is_gpu(device: "torch.device") -> bool:
     """Returns whether work on the device is timed with events and the GPU's state is recorded."""
     return device.type == "cuda" or rehearsing()
 

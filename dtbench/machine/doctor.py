@@ -90,8 +90,14 @@ def _governor(host: ExaminedHost) -> list[MachineFinding]:
     governors = {text for path in paths if (text := host.read(str(path.relative_to(host.root))))}
     check = "CPU frequency governor"
     if not governors:
-        got = "no cpufreq on this host (usual in a virtual machine)"
-        return [MachineFinding(check, None, got, "the host decides the clock")]
+        return [
+            MachineFinding(
+                check,
+                None,
+                "no cpufreq on this host (usual in a virtual machine)",
+                "the host decides the clock",
+            )
+        ]
     return [
         _finding(
             check,
@@ -278,8 +284,11 @@ def _gpu(device: NvmlDevice, title: str) -> Iterator[MachineFinding]:
             remedy="sudo nvidia-smi -pm 1",
         )
 
-    processes = device.ask("nvmlDeviceGetComputeRunningProcesses") or []
-    pids = [str(process.pid) for process in processes if process.pid != os.getpid()]
+    pids = [
+        str(process.pid)
+        for process in device.ask("nvmlDeviceGetComputeRunningProcesses") or []
+        if process.pid != os.getpid()
+    ]
     yield _finding(
         f"{title} other processes",
         ok=not pids,
@@ -323,8 +332,7 @@ def _hostname(host: ExaminedHost) -> list[MachineFinding]:
 def _torch(host: ExaminedHost) -> list[MachineFinding]:
     version = host.torch_version() or "not installed"
     low, high = ("{}.{}".format(*version) for version in _TESTED_TORCH)
-    match = re.match(r"(\d+)\.(\d+)", version)
-    number = (int(match[1]), int(match[2])) if match else (0, 0)
+    number = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if number < _TESTED_TORCH[0]:
         return [
             MachineFinding(

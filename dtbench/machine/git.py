@@ -58,8 +58,8 @@ def run_git(
         )
 
     listed = run(("config", "--null", "--name-only", "--get-regexp", _FILTERS), _SAFE_SETTINGS)
-    filters = [name for name in listed.stdout.split("\0") if name]
     # A filter with an empty command does not change files.
-    return run(
-        arguments, _SAFE_SETTINGS | {name: "false" if name.endswith(".required") else "" for name in filters}
-    )
+    filters = {
+        name: "false" if name.endswith(".required") else "" for name in listed.stdout.split("\0") if name
+    }
+    return run(arguments, _SAFE_SETTINGS | filters)

@@ -29,8 +29,11 @@ def numa_nodes(root: Path = Path("/")) -> list[int]:
 
 def cpu_list(text: str) -> set[int]:
     """Parses the kernel's notation of a set of CPUs: `0-2,8` -> {0, 1, 2, 8}."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}
+    return {
+        cpu
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", text)
+        for cpu in range(int(first), int(last or first) + 1)
+    }
 
 
 def describe_cpu(root: Path = Path("/")) -> Cpu:

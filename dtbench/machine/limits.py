@@ -38,9 +38,9 @@ def refuse_few_files(ranks: int = 1) -> None:
     limit = _raise_file_limit()
     required = _BASE_FILES + _FILES_PER_RANK * ranks
     if limit < required:
-        processes = "a process" if ranks == 1 else f"{ranks} processes"
         raise UsageError(
-            f"{limit} open files are allowed (ulimit -n), expected at least {required} for {processes}; raise the limit"
+            f"{limit} open files are allowed (ulimit -n), expected at least {required} for "
+            f"{'a process' if ranks == 1 else f'{ranks} processes'}; raise the limit"
         )
 
 

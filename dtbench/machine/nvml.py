@@ -62,8 +62,10 @@ class NvmlDevice:
 
     def link_states(self) -> dict[int, bool]:
         """Returns NVLink number -> whether the link is up, for the links that NVML reports."""
-        links = range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
-        states = {link: self.ask("nvmlDeviceGetNvLinkState", link) for link in links}
+        states = {
+            link: self.ask("nvmlDeviceGetNvLinkState", link)
+            for link in range(getattr(self.library, "NVML_NVLINK_MAX_LINKS", 18))
+        }
         return {link: bool(state) for link, state in states.items() if state is not None}
 
     def clock_reasons(self) -> list[str] | None:

@@ -7,8 +7,6 @@ reported if it is below `NAMED` of its peers' speed, and if the rank sum test (M
 level is `LEVEL` per preflight, shared among the suspects.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -342,7 +340,10 @@ def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes
         dim=dim,
         groups=tuple(map(tuple, groups)),
         size_bytes=size,
-        times_s=tuple(_group_time(answers, group) for group in groups),
+        # Of each group, the slowest rank in the median call.
+        times_s=tuple(
+            float(median(map(max, zip(*(answers[rank] for rank in group), strict=True)))) for group in groups
+        ),
     )
 
 
@@ -354,11 +355,6 @@ def _collective(dim: str, groups: Sequence[Sequence[int]], reps: int, size_bytes
         "reps": reps,
         "bytes": size_bytes,
     }
-
-
-def _group_time(answers: Answers, group: Iterable[int]) -> float:
-    """Returns the time of the slowest rank in the median call."""
-    return float(median(max(turn) for turn in zip(*(answers[rank] for rank in group), strict=True)))
 
 
 def _suspect_links(kind: str, pairs_of_kind: LinkTimes, examination: Examination) -> list[_Suspect]:
@@ -415,8 +411,10 @@ def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int,
         return {}
     usual = median(times.values())
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
-    ranks = sorted(slow, key=slow.__getitem__)
-    return {rank: slow[rank] for rank in _worst(ranks, len(times), "ranks", notes, kind)}
+    return {
+        rank: slow[rank]
+        for rank in _worst(sorted(slow, key=slow.__getitem__), len(times), "ranks", notes, kind)
+    }
 
 
 def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: str) -> Sequence[Any]:

@@ -1,8 +1,6 @@
 """A rank's measurements in a preflight: exchanges, collectives and work, as commanded by rank 0."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -52,7 +50,11 @@ class Probe:
 
     def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
         """Returns for each round the time of each exchange of this rank; None if it has no partner."""
-        partners = [self._partner(round_pairs) for round_pairs in command["rounds"]]
+        rank = self._world.rank
+        partners = [
+            next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
+            for pairs in command["rounds"]
+        ]
         times: list[list[float] | None] = [None if partner is None else [] for partner in partners]
         for rep in range(-1, command["reps"]):  # the first exchange of a pair connects it and does not count
             for round_index, partner in enumerate(partners):
@@ -65,10 +67,6 @@ class Probe:
                 elif (round_times := times[round_index]) is not None:
                     round_times.append(seconds)
         return times
-
-    def _partner(self, pairs: Sequence[Sequence[int]]) -> int | None:
-        rank = self._world.rank
-        return next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
 
     def _exchange(self, partner: int | None, size_bytes: int) -> None:
         """Sends and receives `size_bytes`."""
@@ -84,8 +82,7 @@ class Probe:
         mesh, dim = self._world.mesh, command["dim"]
         group = mesh.get_group(dim) if dim in (mesh.mesh_dim_names or ()) else None
         takes_part = self._world.rank in command["ranks"]
-        data = self._buffer("sent", command["bytes"]).view(torch.float32)
-        data.zero_()
+        data = self._buffer("sent", command["bytes"]).view(torch.float32).zero_()
 
         def act() -> None:
             if takes_part:

@@ -1,7 +1,5 @@
 """Runs a preflight on ranks of its own or of a launcher. Rank 0 leads the examination and prints the result."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,8 +121,9 @@ class Coordinator:
             began = time.monotonic()
             with rank.limit(options.timeout_s):
                 examination = self._examine(run_options.mesh, options.timeout_s)
-            seconds = time.monotonic() - began
-            rank.conclude(self.conclude(examination, seconds) if rank.env.rank == 0 else None)
+            rank.conclude(
+                self.conclude(examination, time.monotonic() - began) if rank.env.rank == 0 else None
+            )
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
@@ -184,8 +183,8 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
         examination.unjudged.clear()
     for name in dims.keys() & examination.dims.keys():
         times = examination.dims[name]
-        price = estimate_collective(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
-        share = price.high_us * 1e-6 / median(times.times_s)
+        expected_time = estimate_collective(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
+        share = expected_time.high_us * 1e-6 / median(times.times_s)
         if share < SLOWER_THAN_EXPECTED:
             examination.findings.append(
                 SlowFinding(

@@ -7,8 +7,6 @@ torch's profiler records every Python call, every C function called from Python 
 one tree. Recording one costs 0.2 to 0.6 us. `frame_overheads` measures that cost, to subtract it from the self times.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import timeit
@@ -131,17 +129,22 @@ class CallRecording:
             calls = sorted(caller.time_call() for _ in range(self._rounds))
             self.floor = mean_of(calls[: round(self._rounds * _KEPT_ROUNDS)])
             return
-        record: Callable[[], list[Span]] = partial(recorded_calls, caller)
         table, spans, fitted = record_rounds(
-            caller, self._frame_rounds, record, frame_overheads, frame_pieces
+            caller, self._frame_rounds, partial(recorded_calls, caller), frame_overheads, frame_pieces
         )
         self.folded[f"{self._label} ({impl})"] = fold(
             spans, fitted, short_name, total_ns=table.whole_ns - table.unattributed_ns
         )
         source = "Python and C++ frames"
         if impl == "core":
-            record, ignored = counters(caller), stopwatch.BOOKKEEPING
-            table, *_ = record_rounds(caller, self._rounds, record, bracket_overheads, named_pieces, ignored)
+            table, *_ = record_rounds(
+                caller,
+                self._rounds,
+                counters(caller),
+                bracket_overheads,
+                named_pieces,
+                stopwatch.BOOKKEEPING,
+            )
             source = "the core's counters"
         floor_ns, cpu_ns = self.floor or (None, math.inf)
         self.tables.append(
@@ -271,8 +274,11 @@ def frame_overheads() -> Mapping[str, Overhead]:
     negate = torch.neg
     python = _cost(_nothing, PYTHON)
     c_call = _cost(lambda: hash(1), C_CALL, below=(python,))
-    op = _cost(lambda: negate(small), OP, below=(python, c_call))
-    return {PYTHON: python, C_CALL: c_call, OP: op}
+    return {
+        PYTHON: python,
+        C_CALL: c_call,
+        OP: _cost(lambda: negate(small), OP, below=(python, c_call)),
+    }
 
 
 def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ()) -> Overhead:
@@ -292,8 +298,7 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
     total_ns = max(recorded_ns - bare_ns - sum(cost.total_ns for cost in below), 0.0)
     if kind != PYTHON or not spans:
         return Overhead(0.0, total_ns)
-    durations = [span.duration_ns for span in spans]
-    inside_ns = min(max(median_high(durations) - bare_ns, 0.0), total_ns)
+    inside_ns = min(max(median_high(span.duration_ns for span in spans) - bare_ns, 0.0), total_ns)
     return Overhead(inside_ns, total_ns - inside_ns)
 
 
@@ -327,9 +332,8 @@ def bracket_overheads() -> Mapping[str, Overhead]:
     """Measures the current cost of one bracket of the core's counters."""
     log: list[int] = []
 
-    timed = stopwatch.stopwatch(_nothing, "glue", log)
     bare_ns = _time_call_ns(_nothing)
-    timed_ns = _time_call_ns(timed)
+    timed_ns = _time_call_ns(stopwatch.stopwatch(_nothing, "glue", log))
     recorded_ns = median_high(log[index + 2] - log[index + 1] for index in range(0, len(log), 4))
     inside_ns = max(recorded_ns - bare_ns, 0.0)
     return {COUNTER: Overhead(inside_ns, outside_ns=max(timed_ns - bare_ns - inside_ns, 0.0))}

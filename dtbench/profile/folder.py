@@ -1,7 +1,5 @@
 """Writes the folder of a profile of a suite's cases."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Profiles cases of a suite, in this process on simulated ranks or in a process for each real rank."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -36,8 +34,7 @@ def profile(request: ProfileRequest) -> int:
     # Must be set before torch is loaded. Otherwise, Kineto writes to stderr at each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     silence_torch()
-    place = find_rank_env()
-    if place is not None:
+    if (place := find_rank_env()) is not None:
         from dtbench.profile.ranks import RankProfile
 
         RankProfile(request, place).go()

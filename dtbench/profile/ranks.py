@@ -1,7 +1,5 @@
 """Profiles cases on real ranks. Each rank records and reads its own traces; rank 0 combines them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,8 +81,7 @@ class RankRecording(CollectiveSchedule):
 
     def sample(self) -> None:
         self._agree_on_verdicts()
-        iteration_s = self._impl.attempt(self._iteration_s)
-        count = self.vote(iteration_s, self._decide_iterations)
+        count = self.vote(self._impl.attempt(self._iteration_s), self._decide_iterations)
         self._impl.attempt(lambda: self._record(count))
         self._agree_on_verdicts()
 
@@ -200,9 +197,11 @@ class RankProfile:
         if not self._recorded:
             print_error("nothing could be profiled: no profile was written")
             return EXIT_CASE_FAILED
-        sections = enumerate(zip(*parts, strict=True), 1)
         record = RanksProfile(
-            sections=tuple(self._section(number, recordings) for number, recordings in sections)
+            sections=tuple(
+                self._section(number, recordings)
+                for number, recordings in enumerate(zip(*parts, strict=True), 1)
+            )
         )
         write_profile(
             self._request.folder,

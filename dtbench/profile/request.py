@@ -1,7 +1,5 @@
 """Options of `dtbench profile SUITE[/CASE]`: the cases to profile and the folder to write."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import time

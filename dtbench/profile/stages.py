@@ -5,8 +5,7 @@ it is the difference to the recorded time, distributed among the spans in propor
 therefore adds up. The difference between fitted and calibrated cost is the error of each stage.
 """
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,18 +33,18 @@ class Span:
     kind: str
     start_ns: float
     end_ns: float
-    children: list[Span] = field(default_factory=list)
+    children: list["Span"] = field(default_factory=list)
 
     @property
     def duration_ns(self) -> float:
         return self.end_ns - self.start_ns
 
-    def walk(self) -> Iterator[Span]:
+    def walk(self) -> Iterator["Span"]:
         """Yields the span and its descendants, parents first."""
         yield self
         yield from self.descendants()
 
-    def descendants(self) -> Iterator[Span]:
+    def descendants(self) -> Iterator["Span"]:
         """Yields all spans within this one, parents first."""
         stack = self.children[::-1]
         while stack:
@@ -120,11 +119,10 @@ def fold(
 
     Self times that the correction makes negative become zero, and all are scaled so that they add up to `total_ns`.
     """
-    folded: dict[tuple[str, ...], float] = {}
+    folded = defaultdict[tuple[str, ...], float](float)
     for call in calls:
         for _, path, self_ns in self_times(call, overheads):
-            stack = tuple(map(rename, path))
-            folded[stack] = folded.get(stack, 0.0) + self_ns
+            folded[tuple(map(rename, path))] += self_ns
     positive = {stack: max(ns, 0.0) for stack, ns in folded.items()}
     scale = max(total_ns / max(sum(positive.values()), 1e-9), 0.0)
     return {stack: ns * scale for stack, ns in positive.items()}
@@ -151,21 +149,21 @@ def break_down(
         ignored: name of spans in which the instrument itself works.
     """
     recorded_ns = sum(call.duration_ns for call in calls) / len(calls)
-    ignored_spans = (span for call in calls for span in call.walk() if span.name == ignored)
-    ignored_ns = sum(span.duration_ns for span in ignored_spans) / len(calls)
+    ignored_ns = sum(
+        span.duration_ns for call in calls for span in call.walk() if span.name == ignored
+    ) / len(calls)
     cost_ns = sum(_recording_cost(call, calibrated, ignored) for call in calls) / len(calls)
     scale = min(max((recorded_ns - ignored_ns - whole_ns) / cost_ns, 0.0), MAX_FIT) if cost_ns > 0 else 1.0
     fitted = {
         kind: Overhead(overhead.inside_ns * scale, overhead.outside_ns * scale)
         for kind, overhead in calibrated.items()
     }
-    stage_ns: dict[str, float] = {}
-    stage_cost_ns: dict[str, float] = {}
+    stage_ns, stage_cost_ns = defaultdict[str, float](float), defaultdict[str, float](float)
     for call in calls:
         for stage, ns, _ in pieces(call, fitted):
-            stage_ns[stage] = stage_ns.get(stage, 0.0) + ns / len(calls)
+            stage_ns[stage] += ns / len(calls)
         for stage, _, ns in pieces(call, calibrated):
-            stage_cost_ns[stage] = stage_cost_ns.get(stage, 0.0) + ns / len(calls)
+            stage_cost_ns[stage] += ns / len(calls)
     stage_ns.pop(ignored, None)
     rows = tuple(
         Stage(stage=stage, ns=stage_ns[stage], plus_minus_ns=stage_cost_ns[stage] * abs(scale - 1))

@@ -1,7 +1,5 @@
 """Formats the tables of a profile of a suite's cases as plain text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from dtbench.grouping import group_by, sort_by_order
@@ -39,8 +37,9 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
         "whole call, recorded": [impl.recorded_ns for impl in impls],
         "plain op alone": [impl.floor_ns for impl in impls],
     }
-    for name, values in sums.items():
-        rows.append([name, *(cell for ns in values for cell in (_format_us(ns), "", ""))])
+    rows += [
+        [name, *(cell for ns in values for cell in (_format_us(ns), "", ""))] for name, values in sums.items()
+    ]
     return ["  " + line for line in _align(rows)] + [
         f"  {impl.impl}: from {impl.source}, {impl.calls} calls with {impl.spans_per_call:.0f} spans each; recording "
         f"makes a call {significant(impl.recorded_ns / impl.whole_ns, 3)} times as long, its cost per span is "
@@ -52,10 +51,11 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
 
 def section_tables(sections: Sequence[RanksSection]) -> list[str]:
     """Returns for each section the lines of a job's tables and the profiler's overhead."""
-    texts = (
-        f"{job_text(section.job, analyze(section.job))}{section.overhead_text}\n" for section in sections
-    )
-    return [line for text in texts for line in (*text.splitlines(), "")]
+    return [
+        line
+        for section in sections
+        for line in (*job_text(section.job, analyze(section.job)).splitlines(), section.overhead_text, "")
+    ]
 
 
 def _format_us(ns: float | None) -> str:

@@ -312,8 +312,12 @@ class LateRank(Struct, frozen=True):
     last_share: Amount
 
     def __str__(self) -> str:
-        doing = {"computation": "computes", "copy": "copies", "idle": "is idle", "": "works"}
-        activity = doing.get(self.part, "is idle, waiting for its host to launch kernels,")
+        activity = {
+            "computation": "computes",
+            "copy": "copies",
+            "idle": "is idle",
+            "host_bound": "is idle, waiting for its host to launch kernels,",
+        }.get(self.part, "works")
         return (
             f"rank {self.rank} is late by {format_seconds(self.late_s)} a step: it {activity} longer than the others. "
             f"They wait for it: it came last in {self.last_share:.0%} of its collectives over {self.mesh_dim}"

@@ -1,7 +1,5 @@
 """Analyzes a job: compares its calls with calibrated links and with a base, bounds savings, and finds late ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from statistics import fmean, median
@@ -63,14 +61,14 @@ def compare_links(job: Job, topology: Topology) -> tuple[LinkComparison, ...]:
         time_s = fmean(transfers_s) if transfers_s else min(call.best_s for call in calls)
         reference_s, reference, caveat = _find_reference(kind, topology)
         share = reference_s / time_s if reference_s and time_s else None
-        busbw = share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s
         rows.append(
             LinkComparison(
                 kind=kind,
                 count=sum(call.count for call in calls),
                 time_s=time_s,
                 excludes_waiting=bool(transfers_s),
-                busbw=busbw,
+                busbw=share
+                and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s,
                 reference=reference,
                 reference_s=reference_s,
                 share=share,
@@ -84,8 +82,11 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     """Returns the reference time of a call in seconds, its source, and a caveat."""
     size, ranks = kind.bytes, kind.group_size
     if not size or not ranks or ranks < 2:
-        measured = f"{size or 'no'} bytes over {ranks or 'unknown'} ranks"
-        return None, "", f"the trace shows {measured}: expected both, and 2 ranks or more"
+        return (
+            None,
+            "",
+            f"the trace shows {size or 'no'} bytes over {ranks or 'unknown'} ranks: expected both, and 2 ranks or more",
+        )
     if not isinstance(topology, CalibratedTopology):
         for system in topology:
             if system.ranks == ranks and (busbw := system.busbw(kind.collective, size)):
@@ -94,8 +95,11 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     named = [dim for dim in topology.dims if dim.name == kind.mesh_dim]
     candidates = named or [dim for dim in topology.dims if dim.ranks == ranks]
     if not candidates:
-        dims = ", ".join(dim.name for dim in topology.dims)
-        return None, "", f"the topology has {dims}, none of {ranks} ranks"
+        return (
+            None,
+            "",
+            f"the topology has {', '.join(dim.name for dim in topology.dims)}, none of {ranks} ranks",
+        )
     # The slowest of several dims gives the most cautious reference.
     dim = min(candidates, key=lambda dim: dim.bandwidth_GiBps)
     curve = dim.collectives.get(kind.collective)
@@ -127,9 +131,10 @@ def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> tuple[SavingE
         for dim in rank.dims:
             exposed_s, waiting_s = dim.exposed_s / steps, (dim.waiting_s or 0.0) / steps
             saved: dict[Literal["hidden", "calibrated", "no_late_rank"], float] = {"hidden": exposed_s}
-            calls = calls_by_dim.get(dim.mesh_dim, ())
             if excesses_s := [
-                call.calls_in_steps * excess_s[call.kind] for call in calls if call.kind in excess_s
+                call.calls_in_steps * excess_s[call.kind]
+                for call in calls_by_dim.get(dim.mesh_dim, ())
+                if call.kind in excess_s
             ]:
                 saved["calibrated"] = min(sum(excesses_s) / steps, max(0.0, exposed_s - waiting_s))
             if dim.waiting_s is not None:
@@ -168,13 +173,12 @@ def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
         late_s = step.step_s - step.exposed_s - median(parts.step_s - parts.exposed_s for parts in others)
         if late_s < max(LATE_SHARE * median(parts.exposed_s for parts in others), LEAST_LATE * step.step_s):
             continue
-        parts = ("host_bound", "computation", "idle", "copy")
-        excess_s = (
-            (getattr(step, f"{part}_s") or 0.0)
+        excess_s = {
+            part: (getattr(step, f"{part}_s") or 0.0)
             - median(getattr(other, f"{part}_s") or 0.0 for other in others)
-            for part in parts
-        )
-        part = next((part for part, s in zip(parts, excess_s, strict=True) if s >= late_s / 2), "")
+            for part in ("host_bound", "computation", "idle", "copy")
+        }
+        part = next((part for part, s in excess_s.items() if s >= late_s / 2), "")
         late_ranks.append(LateRank(rank, late_s, part, dim, min(last_share, 1.0)))
     return tuple(sorted(late_ranks, key=lambda late: -late.late_s))
 

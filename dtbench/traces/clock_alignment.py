@@ -11,8 +11,6 @@ Calls of different ranks are matched by the process group's sequence number if t
 call of a kind over a group on one rank is matched with the n-th on the others.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,8 +108,9 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
             calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
             transfer, first = min(call.end - call.arrival for call in calls.values()), min(calls)
             for rank in calls.keys() - {first}:
-                difference = calls[first].end - calls[rank].end
-                end_differences.setdefault((first, rank), []).append((transfer, difference))
+                end_differences.setdefault((first, rank), []).append(
+                    (transfer, calls[first].end - calls[rank].end)
+                )
     neighbors: dict[int, list[tuple[int, float, float]]] = {}
     for (a, b), differences in end_differences.items():
         on_gpu = by_rank[a].on_gpu and by_rank[b].on_gpu
@@ -144,8 +143,9 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
                     aligned.error_us[neighbor] = aligned.error_us[rank] + error
                     queue.append(neighbor)
     if end_differences:
-        criterion = "sequence number" if any(key[3] == "seq" for key in matched) else "call order"
-        aligned.method = f"the end times of collectives, matched by {criterion}"
+        aligned.method = "the end times of collectives, matched by " + (
+            "sequence number" if any(key[3] == "seq" for key in matched) else "call order"
+        )
 
 
 def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: AlignedJob) -> None:
@@ -155,19 +155,20 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
     in_steps = {trace.rank: trace.steps.contain([call.issued for call in trace.calls]) for trace in traces}
     for indices in matched.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
-        call = next(iter(calls.values()))
-        if len(indices) != call.group.size or any(rank not in aligned.offset_us for rank in indices):
+        collective, group = next((call.collective, call.group) for call in calls.values())
+        if len(indices) != group.size or any(rank not in aligned.offset_us for rank in indices):
             continue
         arrivals = {rank: calls[rank].arrival + aligned.offset_us[rank] for rank in indices}
         last_arrival = max(arrivals.values())
         for rank, index in indices.items():
-            offset = aligned.offset_us[rank]
-            transfer = calls[rank].end + offset - max(last_arrival, calls[rank].start + offset)
-            aligned.transfer_us[rank, index] = max(transfer, 0.0)
-        if call.collective in (*_SYNCHRONIZING, "broadcast") and all(
+            call, offset = calls[rank], aligned.offset_us[rank]
+            aligned.transfer_us[rank, index] = max(
+                call.end + offset - max(last_arrival, call.start + offset), 0.0
+            )
+        if collective in (*_SYNCHRONIZING, "broadcast") and all(
             in_steps[rank][index] for rank, index in indices.items()
         ):
-            dims.setdefault((call.group.mesh_dim, len(indices)), _DimWaits()).add(arrivals, calls, aligned)
+            dims.setdefault((group.mesh_dim, len(indices)), _DimWaits()).add(arrivals, calls, aligned)
     aligned.waits = [dim_waits.record(*dim) for dim, dim_waits in sorted(dims.items())]
 
 
@@ -190,8 +191,9 @@ class _DimWaits:
         ends = [calls[rank].end + aligned.offset_us[rank] for rank in order]
         self.transfer_us += max(median(ends) - arrivals[last], 0.0)
         if arrivals[last] - arrivals[second] > aligned.error_us[last] + aligned.error_us[second]:
-            delay = arrivals[last] - median(arrivals[rank] for rank in order[:-1])
-            self.late_us.setdefault(last, []).append(delay)
+            self.late_us.setdefault(last, []).append(
+                arrivals[last] - median(arrivals[rank] for rank in order[:-1])
+            )
         else:
             self.unclear += 1
 

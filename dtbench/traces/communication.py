@@ -3,8 +3,6 @@
 Collectives get nccl-tests' names, dtypes torch's, and process groups those of the program's mesh dims.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -160,9 +158,8 @@ def _count_elements(shape: object, type_name: object) -> int | None:
 
 
 def _product(sizes: list[Any]) -> int | None:
-    if len(sizes) > _MAX_TENSOR_DIMS or not all(to_count(n) is not None for n in sizes):
-        return None
-    return math.prod(map(int, sizes))
+    is_valid = len(sizes) <= _MAX_TENSOR_DIMS and all(to_count(n) is not None for n in sizes)
+    return math.prod(map(int, sizes)) if is_valid else None
 
 
 def read_groups(info: Mapping[str, Any], dims: Mapping[str, Any]) -> dict[str, ProcessGroup]:

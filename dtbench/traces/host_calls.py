@@ -1,7 +1,5 @@
 """Matches communication kernels and gloo's transports with the calls on the host that describe them."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

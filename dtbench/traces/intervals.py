@@ -3,8 +3,6 @@
 A set is an array of shape (n, 2) with starts and ends. All functions except `union` require it sorted and disjoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import cast
 

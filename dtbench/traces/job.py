@@ -1,7 +1,5 @@
 """Reads the traces of a job, or an earlier profile of it, and computes the figures of a `Job`."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -45,7 +43,11 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
         UsageError: there are no traces, or several of one rank.
         UnreadableRunError: a file is not a trace.
     """
-    files = list(_trace_files(paths))
+    files = [
+        file
+        for path in paths
+        for file in (sorted(filter(_is_trace, path.iterdir())) if path.is_dir() else [path])
+    ]
     if not files:
         raise UsageError(
             f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
@@ -78,14 +80,8 @@ def load_job(path: Path) -> Job:
         raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
 
 
-def _trace_files(paths: Sequence[Path]) -> Iterable[Path]:
-    for path in paths:
-        if path.is_dir():
-            yield from sorted(
-                file for file in path.iterdir() if _TRACES.search(file.name) and file.name not in _NOT_TRACES
-            )
-        else:
-            yield path
+def _is_trace(file: Path) -> bool:
+    return _TRACES.search(file.name) is not None and file.name not in _NOT_TRACES
 
 
 def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[str] = ()) -> Job:
@@ -129,11 +125,8 @@ def _list_ranks(ranks: Sequence[object]) -> str:
 def _merge_notes(notes: Sequence[str]) -> Iterable[str]:
     """Merges notes that are the same on several ranks."""
     for text, same in group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note)).items():
-        if len(same) < 2 or not same[0].startswith("rank "):
-            yield same[0]
-        else:
-            ranks = [note.partition(":")[0].removeprefix("rank ") for note in same]
-            yield f"ranks {_list_ranks(ranks)}: {text}"
+        ranks = [note.partition(":")[0].removeprefix("rank ") for note in same if note.startswith("rank ")]
+        yield f"ranks {_list_ranks(ranks)}: {text}" if len(ranks) > 1 else same[0]
 
 
 def _drop_partly_known_groups(traces: Iterable[RankTrace]) -> None:
@@ -160,8 +153,7 @@ def _exclude_steps(traces: Sequence[RankTrace]) -> Iterable[str]:
         for trace in traces:
             trace.steps = Steps()
         return
-    for trace in traces:
-        yield from (f"rank {trace.rank}: {note}" for note in _exclude_partial_steps(trace))
+    yield from (f"rank {trace.rank}: {note}" for trace in traces for note in _exclude_partial_steps(trace))
     slowest_s = [
         max(end - start for start, end in rank_spans) / 1e6
         for rank_spans in zip(*(trace.steps.spans for trace in traces), strict=False)
@@ -263,8 +255,7 @@ def _step_parts(trace: RankTrace, messages: Intervals, start: float, end: float)
     """Returns the time of each activity from `start` to `end`, microseconds of the trace."""
     compute, copies = within(trace.compute, start, end), within(trace.copies, start, end)
     communication = within(messages, start, end)
-    busy = union(np.concatenate([compute, copies, communication]))
-    idle = difference(intervals([(start, end)]), busy)
+    idle = difference(intervals([(start, end)]), union(np.concatenate([compute, copies, communication])))
     return StepParts(
         step_s=(end - start) / 1e6,
         computation_s=length(compute) / 1e6,
@@ -281,8 +272,7 @@ def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
     next_kernel = np.searchsorted(trace.launched[:, 0], idle[:, 1] - 1e-3)
     next_kernel = next_kernel[next_kernel < len(trace.launched)]
     starts, ends = idle[: len(next_kernel)].T
-    launch_times = trace.launched[next_kernel, 1]
-    return float(np.clip(np.minimum(launch_times, ends) - starts, 0, None).sum())
+    return float(np.clip(np.minimum(trace.launched[next_kernel, 1], ends) - starts, 0, None).sum())
 
 
 def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
@@ -302,7 +292,6 @@ def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
         transfers_us = [
             us for index in timed if (us := aligned.transfer_us.get((trace.rank, index))) is not None
         ]
-        callers = Counter(call.caller for call in calls if call.caller)
         rows.append(
             Collective(
                 rank=trace.rank,
@@ -317,7 +306,9 @@ def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
                 busbw=bus_bandwidth(
                     kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)
                 ),
-                callers=tuple(caller for caller, _ in callers.most_common(_MAX_CALLERS)),
+                callers=tuple(
+                    caller for caller, _ in Counter(call.caller for call in calls).most_common() if caller
+                )[:_MAX_CALLERS],
             )
         )
     return sorted(rows, key=lambda row: -row.time_s)
@@ -334,18 +325,16 @@ def _draw_step(traces: Sequence[RankTrace], aligned: AlignedJob) -> tuple[int | 
     offsets = aligned.offset_us | {rank: starts[traces[0].rank] - starts[rank] for rank in aligned.unaligned}
     earliest = min(start + offsets[rank] for rank, start in starts.items())
     for trace in traces:
-        start, end = trace.steps.spans[index]
         offset = offsets[trace.rank] - earliest
         by_dim = group_by(trace.calls, lambda call: call.group.mesh_dim)
         activities = {
-            f"communication {dim}": _in_progress(calls) for dim, calls in sorted(by_dim.items())
-        } | {
+            **{f"communication {dim}": _in_progress(calls) for dim, calls in sorted(by_dim.items())},
             "computation": trace.compute,
             "copy": trace.copies,
             "exposed": difference(_in_progress(trace.calls), trace.compute),
         }
         for name, spans in activities.items():
-            if len(drawn := within(spans, start, end) + offset):
+            if len(drawn := within(spans, *trace.steps.spans[index]) + offset):
                 lanes.append(Lane(rank=trace.rank, name=name, intervals=tuple(_to_seconds(drawn))))
     return index, lanes
 

@@ -4,8 +4,6 @@ Comments cite the repository and file that define the names. Template arguments 
 may name a reduction within a thread block (`LayerNorm<BlockAllReduce>`), which is computation.
 """
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 
@@ -107,6 +105,7 @@ def function_of(name: str) -> str:
 def kernel_collective(name: str) -> str:
     """Returns a kernel's collective, "unknown" if its name does not show which, or "" if it computes."""
     function = function_of(name)
-    matches = (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function))
-    collective = next(matches, "")
+    collective = next(
+        (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function)), ""
+    )
     return "reduce_scatter" if collective and _SCATTERS.search(name) else collective

@@ -7,16 +7,15 @@ The text is split between two events. Only parsing shows where an event ends, so
 text before it is a valid JSON array.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from decimal import Decimal
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -125,9 +124,7 @@ class Trace:
         if self.path.exists() and not self.path.is_file():  # reading a pipe could block forever
             raise self._refused("not a regular file")
         with self._opened() as file:
-            is_gzip = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            stream = gzip.GzipFile(fileobj=file) if is_gzip else file
+            stream = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
             self._read_header(stream)
             needed = 0  # bytes of text before the next attempt
             while self._tail is None:
@@ -145,7 +142,7 @@ class Trace:
                 self._tail, self._text = self._tail + self._text, b""
             self._keep_header(b"{" + (self._tail or b"}").lstrip().lstrip(b","))
 
-    def _opened(self) -> BinaryIO:
+    def _opened(self) -> BufferedReader:
         try:
             return self.path.open("rb")
         except (OSError, ValueError) as error:  # ValueError: a null byte in the name

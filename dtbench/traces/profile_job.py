@@ -1,7 +1,5 @@
 """Profiles a training job: records it or reads its traces, analyzes them and writes the profile's folder."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

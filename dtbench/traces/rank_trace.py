@@ -5,11 +5,9 @@ describe it. Without a GPU, ops of torch are the work, and gloo's transport even
 microseconds since a time within the trace.
 """
 
-from __future__ import annotations
-
 import re
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -164,7 +162,8 @@ class _RankReader:
         self.trace = Trace(path)
         self._zero: int | None = None
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
-        self._ops: dict[int, _Spans] = {}  # by thread; the tag numbers the name; arguments of c10d's calls
+        # By thread. The tag numbers the name, and calls of c10d have arguments.
+        self._ops = defaultdict[int, _Spans](_Spans)
         self._names: dict[str, int] = {}
         self._threads: dict[Any, int] = {}
         self._annotations: list[tuple[str, float, float]] = []
@@ -231,8 +230,7 @@ class _RankReader:
     def _add_op(
         self, thread: int, name: str, start: float, duration: float, args: Args | None = None
     ) -> None:
-        if (ops := self._ops.get(thread)) is None:
-            ops = self._ops[thread] = _Spans()
+        ops = self._ops[thread]
         if args is not None and C10D_EVENTS.match(name):
             ops.args[len(ops.ts)] = args
         ops.add(start, duration, self._names.setdefault(name, len(self._names)))
@@ -295,12 +293,11 @@ class _RankReader:
             (group,) = groups.values()
             calls = [call if call.group.key else call._replace(group=group) for call in calls]
         trace.calls = sorted(calls, key=lambda call: (call.issued, call.start, call.end))
-        ops = () if on_gpu else self._ops.values()
         spans = [
             trace.compute,
             trace.copies,
             intervals((call.start, call.end) for call in calls),
-            *(thread_ops.pairs() for thread_ops in ops),
+            *(ops.pairs() for ops in self._ops.values() if not on_gpu),
         ]
         if len(edges := np.concatenate(spans)):
             trace.span = float(edges[:, 0].min()), float(edges[:, 1].max())
@@ -366,8 +363,7 @@ class _RankReader:
             return intervals(())
         order = np.argsort(launch_tag, kind="stable")
         launch = order[np.minimum(np.searchsorted(launch_tag, tag, sorter=order), len(order) - 1)]
-        is_launched = (launch_tag[launch] == tag) & (tag >= 0)
-        pairs = np.column_stack([launch_ts[launch], ts])[is_launched]
+        pairs = np.column_stack([launch_ts[launch], ts])[(launch_tag[launch] == tag) & (tag >= 0)]
         return pairs[np.argsort(pairs[:, 0], kind="stable")]
 
     def _drop_long(self, trace: RankTrace, work: _Spans) -> None:
@@ -417,14 +413,10 @@ class _RankReader:
             if sum(us[on, name] for on, name in us if on == stream and name in computing)
             <= _MAX_COMPUTE_SHARE * sum(message.end - message.start for message in messages)
         }
-        by_function = group_by(us, lambda kernel: function_of(kernel[1]))
-        suspicious = {
-            name for name in by_function if MAY_COMMUNICATE.search(name) and not COMPUTES.search(name)
-        }
         return {
             function: sum(us[kernel] for kernel in kernels)
-            for function, kernels in by_function.items()
-            if function in suspicious
+            for function, kernels in group_by(us, lambda kernel: function_of(kernel[1])).items()
+            if (MAY_COMMUNICATE.search(function) and not COMPUTES.search(function))
             or any(stream in communication_streams and name not in computing for stream, name in kernels)
         }
 
@@ -479,8 +471,9 @@ class _RankReader:
                 candidates = pending.get(collective, deque())
                 while candidates and start - candidates[0].start > _MAX_TRANSPORT_DELAY_US:
                     candidates.popleft()
-                nearest = islice(candidates, _MAX_CANDIDATE_CALLS)
-                if match := next((op for op in nearest if has_shapes(op, args)), None):
+                if match := next(
+                    (op for op in islice(candidates, _MAX_CANDIDATE_CALLS) if has_shapes(op, args)), None
+                ):
                     candidates.remove(match)
                     call_dtype, size = comm.payload_from_shapes(match.name, match.args, group.size, dtype)
                     if call_dtype is not None:

@@ -3,8 +3,6 @@
 The folder `hook/` comes first on PYTHONPATH, so every Python process of the job runs its `sitecustomize`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os
@@ -77,9 +75,9 @@ def record(
             if received and received.si_signo != signal.SIGCHLD and received.si_code <= 0:
                 process.send_signal(received.si_signo)
     except OSError as error:
-        reason = f"{error.strerror or error}".lower()
         raise UsageError(
-            f"cannot run {command[0]!r}: {reason}; give a command, as `torchrun train.py`"
+            f"cannot run {command[0]!r}: {(error.strerror or str(error)).lower()}; give a command, as "
+            "`torchrun train.py`"
         ) from error
     finally:
         unblock()
@@ -93,10 +91,9 @@ def record(
             ranks_by_report.setdefault(_summarize(text), []).append(file.stem.removeprefix("rank"))
         else:
             file.unlink()
-    notes = tuple(f"rank {', '.join(ranks)} {report}" for report, ranks in ranks_by_report.items())
-    notes = notes if files else (_NO_RANKS,)
+    notes = [f"rank {', '.join(ranks)} {report}" for report, ranks in ranks_by_report.items()]
     traces = sorted(folder.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))
-    return Recording(code, tuple(traces), notes)
+    return Recording(code, tuple(traces), tuple(notes) if files else (_NO_RANKS,))
 
 
 def _summarize(text: str) -> str:

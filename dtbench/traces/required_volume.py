@@ -1,7 +1,5 @@
 """Compares the bytes of a job's collectives with those that its layout requires by the planner's volumes."""
 
-from __future__ import annotations
-
 import re
 
 from dtbench.cost.plan.machines import find_machine

@@ -4,8 +4,6 @@ Steps come from the profiler's own marks (`profiler.step()`), else from an annot
 of collectives that repeats. Times are microseconds.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ class Steps:
         durations = (end - start for start, end in (*self.host_spans, *self.spans))
         return max(durations) if len(self.spans) > 1 else None
 
-    def select(self, begin: int, end: int) -> Steps:
+    def select(self, begin: int, end: int) -> "Steps":
         """Keeps the steps from index `begin` up to `end` and counts the others as excluded."""
         excluded = self.excluded + len(self.spans) - len(self.spans[begin:end])
         return replace(
@@ -136,8 +134,7 @@ def find_steps(
 
 def _spans_on_device(host_spans: tuple[_Span, ...], launches: Any) -> tuple[_Span, ...]:
     """Moves steps to the device, which runs behind the host. Returns the host's spans if a step launched no kernel."""
-    first = np.searchsorted(launches[:, 0], [start for start, _ in host_spans])
-    last = np.searchsorted(launches[:, 0], [end for _, end in host_spans])
+    first, last = np.searchsorted(launches[:, 0], np.transpose(host_spans))
     if (first == last).any():
         return host_spans
     starts = [float(launches[a:b, 1].min()) for a, b in zip(first, last, strict=True)]

@@ -161,10 +161,12 @@ class Recorder:
     def on_exit(self) -> None:
         """Reports the error that ends the program, or why there is no trace, and ends the recording."""
         if error := getattr(sys, "last_value", None):
-            # Innermost frame first, as in faulthandler.
-            frames = reversed(traceback.extract_tb(error.__traceback__))
             self.notes.write(f"{type(error).__name__}: {error}\n")
-            self.notes.writelines(f'  File "{frame[0]}", line {frame[1]} in {frame[2]}\n' for frame in frames)
+            # Innermost frame first, as in faulthandler.
+            self.notes.writelines(
+                f'  File "{frame[0]}", line {frame[1]} in {frame[2]}\n'
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+            )
             faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for ranks that have exited
         elif self.done <= self.warmup and self.steps and not self.has_ended:
             remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
@@ -204,14 +206,13 @@ def about() -> str:
     tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
     tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
     threads = {tid: names[index // 2] for index, tid in enumerate(tids) if len(tids) == 2 * len(names)}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return json.dumps(
         {
             "gloo_threads": threads,
             "clock_ns": time.time_ns(),
             "torch": torch.__version__,
             "host": os.uname().nodename,
-            "device": device,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
     )
 
