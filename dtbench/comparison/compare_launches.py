@@ -45,8 +45,10 @@ def compare_launches(base: Sequence[float], head: Sequence[float]) -> tuple[Verd
     estimate = hodges_lehmann_ratio(base, head)
     test = rank_test(base, head)
     has_enough = min(len(base), len(head)) >= MIN_LAUNCHES
-    change = max(estimate.ratio, 1 / estimate.ratio) - 1
-    is_relevant = change > MIN_CHANGE and abs(estimate.ratio - 1) * median(base) > MIN_CHANGE_S
+    is_relevant = (
+        max(estimate.ratio, 1 / estimate.ratio) - 1 > MIN_CHANGE
+        and abs(estimate.ratio - 1) * median(base) > MIN_CHANGE_S
+    )
     verdict, reason = Verdict.INCONCLUSIVE, ""
     if has_enough and is_relevant and test.p_slower < MAX_P and estimate.ratio > 1:
         verdict = Verdict.SLOWER

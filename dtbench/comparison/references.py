@@ -373,10 +373,9 @@ def verdicts_of(
         ),
         key=lambda verdict: WORST_FIRST.index(verdict.verdict),
     )
-    groups = group_by(
+    for group in group_by(
         verdicts, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives)
-    )
-    for group in groups.values():
+    ).values():
         ratios = [ratio for verdict in group for ratio in verdict.ratios]
         yield replace(
             group[0],

@@ -12,11 +12,9 @@ from itertools import chain, islice
 from statistics import median
 from typing import Literal
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
-from dtbench import errors
 from dtbench.comparison.compare_launches import (
     BEYOND_LAUNCH_SPREAD,
     MAX_LAUNCHES,
@@ -25,7 +23,7 @@ from dtbench.comparison.compare_launches import (
     SINGLE_LAUNCH,
     compare_launches,
 )
-from dtbench.errors import plain
+from dtbench.errors import EXIT_INCONCLUSIVE, EXIT_NOTHING, EXIT_OK, EXIT_REGRESSION, plain
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change, ComparedCase, Verdict
 from dtbench.records.exports import Point, compared_point
@@ -133,7 +131,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
     """Prints a table per suite with the gravest verdicts first, then notes and the summary; or strict JSON."""
     if as_json:
-        print_json(msgspec.to_builtins(comparison, str_keys=True))
+        print_json(to_builtins(comparison, str_keys=True))
         return
     console, by_suite = new_console(), _rows_by_suite(comparison)
     for suite, rows in islice(by_suite.items(), MAX_TABLES):
@@ -292,12 +290,12 @@ def _exit_code(rows: Sequence[ComparedCase]) -> int:
     """Returns 1 for a regression, 4 if nothing is comparable, 3 if a case is undecided, else 0."""
     verdicts = {row.verdict for row in rows}
     if any(row.verdict is Verdict.FAILED and row.base_launches for row in rows) or Verdict.SLOWER in verdicts:
-        return errors.EXIT_REGRESSION
+        return EXIT_REGRESSION
     if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
-        return errors.EXIT_NOTHING
+        return EXIT_NOTHING
     if verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
-        return errors.EXIT_INCONCLUSIVE
-    return errors.EXIT_OK
+        return EXIT_INCONCLUSIVE
+    return EXIT_OK
 
 
 def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> ComparedCase:
@@ -411,8 +409,10 @@ def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase
     if doubtful := sum(r.status == "ok" and bool(r.reason) for run in [*base, *head] for r in run.results):
         notes.append(f"{plural(doubtful, 'result')} with a caveat, e.g. a throttled GPU: see dtbench show")
     variables = sorted({name for run in [*base, *head] for name in run.header.env})
-    differences = _differing_facts(base, head, lambda header: _setup_facts(header, variables))
-    return [*notes, *(f"{title}: {sides}" for title, sides, _ in differences)]
+    return notes + [
+        f"{title}: {sides}"
+        for title, sides, _ in _differing_facts(base, head, lambda header: _setup_facts(header, variables))
+    ]
 
 
 def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
@@ -433,8 +433,11 @@ def _differing_facts(
     for name in dict.fromkeys(name for side in sides for facts in side for name in facts):
         base_values, head_values = (frozenset(facts[name] for facts in side) for side in sides)
         if len(base_values | head_values) > 1:
-            text = f"{_listed(base_values)} in base, {_listed(head_values)} in head"
-            yield name, text, "" not in base_values | head_values
+            yield (
+                name,
+                f"{_listed(base_values)} in base, {_listed(head_values)} in head",
+                "" not in base_values | head_values,
+            )
 
 
 def _listed(facts: frozenset[str]) -> str:

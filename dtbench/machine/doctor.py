@@ -72,8 +72,11 @@ class ExaminedHost:
     @property
     def local_ranks(self) -> int:
         """Number of ranks that will share this host: as torchrun set it, else one per GPU, else the default."""
-        launched = _positive_int(self.env.get("LOCAL_WORLD_SIZE", ""))
-        return launched or len(list(self.root.glob("dev/nvidia[0-9]*"))) or DEFAULT_CPU_RANKS
+        return (
+            _positive_int(self.env.get("LOCAL_WORLD_SIZE", ""))
+            or len(list(self.root.glob("dev/nvidia[0-9]*")))
+            or DEFAULT_CPU_RANKS
+        )
 
 
 def examine(host: ExaminedHost | None = None) -> list[MachineFinding]:
@@ -87,7 +90,7 @@ def examine(host: ExaminedHost | None = None) -> list[MachineFinding]:
 
 def _governor(host: ExaminedHost) -> list[MachineFinding]:
     paths = host.root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
-    governors = {text for path in paths if (text := host.read(str(path.relative_to(host.root))))}
+    governors = set(filter(None, map(read_text, paths)))
     check = "CPU frequency governor"
     if not governors:
         return [
@@ -193,8 +196,11 @@ def _cpu_quota(host: ExaminedHost) -> list[MachineFinding]:
     """Checks the lowest CPU limit, in cores, of this process's control group (version 2) and its parents."""
     path = re.search(r"^0::/?(.*)$", host.read("proc/self/cgroup"), re.MULTILINE)
     group = Path(path[1] if path else "")
-    files = [host.read(f"sys/fs/cgroup/{folder}/cpu.max") for folder in (group, *group.parents)]
-    matches = [match for text in files if (match := re.fullmatch(r"(\d+) (\d+)", text))]
+    matches = [
+        match
+        for folder in (group, *group.parents)
+        if (match := re.fullmatch(r"(\d+) (\d+)", host.read(f"sys/fs/cgroup/{folder}/cpu.max")))
+    ]
     if not matches:
         return [MachineFinding("cgroup CPU quota", True, "none")]
     quota = min(int(match[1]) / int(match[2]) for match in matches)

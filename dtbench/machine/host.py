@@ -38,15 +38,13 @@ def cpu_list(text: str) -> set[int]:
 
 def describe_cpu(root: Path = Path("/")) -> Cpu:
     info = read_text(root / "proc/cpuinfo")
-    governors = {
-        read_text(path) for path in root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
-    }
+    governors = map(read_text, root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"))
     return Cpu(
         model=_cpu_model(info),
         logical_cores=os.cpu_count(),
         physical_cores=_physical_cores(info),
         usable_cores=len(usable_cpus()),
-        governor="+".join(sorted(filter(None, governors))) or None,
+        governor="+".join(sorted(set(filter(None, governors)))) or None,
         numa_nodes=len(list(root.glob("sys/devices/system/node/node[0-9]*"))) or None,
     )
 

@@ -79,14 +79,18 @@ class NvmlDevice:
         if bits is None:
             return None
         unknown = bits & ~sum(_CLOCK_REASONS)
-        names = [name for bit, name in _CLOCK_REASONS.items() if bits & bit]
-        return names + ([f"unknown_{unknown:#x}"] if unknown else [])
+        return [
+            *(name for bit, name in _CLOCK_REASONS.items() if bits & bit),
+            *([f"unknown_{unknown:#x}"] if unknown else []),
+        ]
 
 
 def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
     """Returns all GPUs of this host by NVML index (PCI order), including those hidden from CUDA."""
-    count = _ask(library, "nvmlDeviceGetCount") or 0
-    handles = {index: _ask(library, "nvmlDeviceGetHandleByIndex", index) for index in range(count)}
+    handles = {
+        index: _ask(library, "nvmlDeviceGetHandleByIndex", index)
+        for index in range(_ask(library, "nvmlDeviceGetCount") or 0)
+    }
     return {index: NvmlDevice(library, handle) for index, handle in handles.items() if handle is not None}
 
 
@@ -107,13 +111,12 @@ def _cuda_handle(library: Nvml | None, index: int) -> Nvml | None:
         if (handle := _ask(library, "nvmlDeviceGetHandleByUUID", text)) is not None:
             return handle
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if not visible:
-        return _ask(library, "nvmlDeviceGetHandleByIndex", index)
-    if index >= len(visible):
+    if index >= len(visible) > 0:
         return None
-    if visible[index].isdigit():
-        return _ask(library, "nvmlDeviceGetHandleByIndex", int(visible[index]))
-    return _ask(library, "nvmlDeviceGetHandleByUUID", visible[index])
+    name = visible[index] if visible else str(index)
+    if name.isdigit():
+        return _ask(library, "nvmlDeviceGetHandleByIndex", int(name))
+    return _ask(library, "nvmlDeviceGetHandleByUUID", name)
 
 
 def driver_version() -> str | None:

@@ -147,10 +147,6 @@ class LinkTimes:
     def seconds(self, pair: Pair) -> float:
         return median(self.exchanges[pair])
 
-    def rate(self, pair: Pair) -> float:
-        """Returns the bandwidth in each direction of the median exchange, bytes per second."""
-        return self.size_bytes / self.seconds(pair)
-
 
 @dataclass
 class Examination:
@@ -197,10 +193,9 @@ class _Suspect:
 _T = TypeVar("_T")
 # Yields commands, is sent the answers of all ranks, returns a result.
 Measuring = Generator[ProbeCommand, Answers, _T]
-Examining = Measuring[Examination]
 
 
-def examine(world: ExaminedWorld) -> Examining:
+def examine(world: ExaminedWorld) -> Measuring[Examination]:
     """Screens the ranks, measures suspects again and returns the findings."""
     examination = Examination(world)
     suspects: list[_Suspect] = []

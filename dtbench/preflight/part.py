@@ -25,7 +25,6 @@ class Probe:
         self._world = world
         self._barrier = barrier
         self._device = world.device
-        self._clock = HostClock()
         self._connected_pairs: set[tuple[int, int]] = set()
         self._repeats: dict[str, int] = {}
         self._buffers: dict[str, torch.Tensor] = {}
@@ -37,7 +36,7 @@ class Probe:
     def _timed(self, act: Callable[[], object]) -> float:
         """Returns the seconds from a barrier to the end of this rank's part."""
         self._barrier()
-        return self._clock.measure(partial(self._finish, act), 1)
+        return HostClock().measure(partial(self._finish, act), 1)
 
     def _finish(self, act: Callable[[], object]) -> None:
         act()
@@ -73,8 +72,9 @@ class Probe:
         if partner is None:
             return
         sent, received = self._buffer("sent", size_bytes), self._buffer("received", size_bytes)
-        operations = [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
-        for work in dist.batch_isend_irecv(operations):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+        ):
             work.wait()
 
     def _all_reduce(self, command: ProbeCommand) -> list[float]:
@@ -83,11 +83,7 @@ class Probe:
         group = mesh.get_group(dim) if dim in (mesh.mesh_dim_names or ()) else None
         takes_part = self._world.rank in command["ranks"]
         data = self._buffer("sent", command["bytes"]).view(torch.float32).zero_()
-
-        def act() -> None:
-            if takes_part:
-                dist.all_reduce(data, group=group)
-
+        act = partial(dist.all_reduce, data, group=group) if takes_part else lambda: None
         self._timed(act)
         times = [self._timed(act) for _ in range(command["reps"])]
         return times if takes_part else []

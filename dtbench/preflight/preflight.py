@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, NoReturn
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from dtbench.cost.estimate import estimate_collective
 from dtbench.engine.failure import ActiveCase, Diagnosis
@@ -36,7 +35,7 @@ from dtbench.preflight.examine import (
     DimTimes,
     Examination,
     ExaminedWorld,
-    Examining,
+    Measuring,
     ProbeCommand,
     Recheck,
     SlowFinding,
@@ -151,7 +150,7 @@ class Coordinator:
                 answer = probe.do(command)
         return examination
 
-    def examining(self, world: ExaminedWorld) -> Examining:
+    def examining(self, world: ExaminedWorld) -> Measuring[Examination]:
         """Returns the generator of commands that rank 0 runs."""
         return examine(world)
 
@@ -161,7 +160,7 @@ class Coordinator:
             compare_with(self._expected, examination)
         file = file_of(examination, seconds, str(self._rank.device).partition(":")[0])
         if self._as_json:
-            print_json(msgspec.to_builtins(file))
+            print_json(to_builtins(file))
         else:
             print_all(file)
         if file.findings:
@@ -258,7 +257,7 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
         hosts=examination.world.hosts,
         mesh=examination.world.mesh,
         links=tuple(
-            LinkRate(kind=kind, ranks=pair, rate=link_times.rate(pair))
+            LinkRate(kind=kind, ranks=pair, rate=link_times.size_bytes / link_times.seconds(pair))
             for kind, link_times in examination.pairs.items()
             for pair in sorted(link_times.exchanges)
         ),

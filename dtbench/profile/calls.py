@@ -34,8 +34,7 @@ from dtbench.profile.stages import (
     named_pieces,
 )
 from dtbench.records.profile import CallStages
-from dtbench.suite import Workload
-from dtbench.suite.case import FLOOR
+from dtbench.suite.case import FLOOR, Workload
 from dtbench_core.interop import stopwatch
 
 # Duration of a block of calls: well above the clock's and the loop's cost, and shorter than most disturbances.
@@ -74,7 +73,6 @@ class Caller:
 
     def __init__(self, workload: Workload) -> None:
         self.run, self.before = workload.run, workload.before
-        self._clock = HostClock()
         first_ns, _ = self._block(1)
         call_ns = first_ns if self.before is not None else min(self._block(1)[0] for _ in range(20))
         self.calls = int(min(max(_BLOCK_NS / call_ns, _MIN_CALLS), _MAX_CALLS))
@@ -92,7 +90,7 @@ class Caller:
         if self.before is not None:
             self.before()
         start_ns = process_time_ns()
-        wall_ns = self._clock.measure(self.run, calls) * 1e9
+        wall_ns = HostClock().measure(self.run, calls) * 1e9
         return wall_ns, (process_time_ns() - start_ns) / calls
 
 
@@ -121,7 +119,7 @@ class CallRecording:
     def sample(self) -> None:
         self._subject.attempt(self._record)
 
-    def finish(self) -> None: ...
+    finish = warm_up
 
     def _record(self) -> None:
         caller, impl = Caller(self._subject.workload), self._subject.impl
@@ -304,8 +302,7 @@ def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ())
 
 def _time_loop_ns(call: Callable[[], object]) -> float:
     """Returns nanoseconds per call, the minimum of three rounds."""
-    clock = HostClock()
-    return min(clock.measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
+    return min(HostClock().measure(call, _CALIBRATION_CALLS) for _ in range(3)) * 1e9
 
 
 def counters(caller: Caller) -> Callable[[], list[Span]]:

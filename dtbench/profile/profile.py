@@ -17,12 +17,12 @@ from dtbench.engine.tasks import Task
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.profile.folder import SPEEDSCOPE, speedscope, write_profile
+from dtbench.profile.ranks import RankProfile, report_failure
 from dtbench.profile.request import ProfileRequest
 from dtbench.profile.tables import stage_tables
 from dtbench.records.atomic import check_output_path
 from dtbench.records.profile import CallsProfile, CallStages
-from dtbench.suite import DeviceType
-from dtbench.suite.case import FLOOR
+from dtbench.suite.case import FLOOR, DeviceType
 from dtbench.text.units import plural
 
 
@@ -35,8 +35,6 @@ def profile(request: ProfileRequest) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     silence_torch()
     if (place := find_rank_env()) is not None:
-        from dtbench.profile.ranks import RankProfile
-
         RankProfile(request, place).go()
     with print_status_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
@@ -45,8 +43,6 @@ def profile(request: ProfileRequest) -> int:
     check_output_path(request.folder, "remove it")
     if tasks[0].suite.world == "simulated":
         return _profile_calls(request, tasks, device_type)
-    from dtbench.profile.ranks import report_failure
-
     report = start_ranks(LaunchSpec(command="profile", request=request), nproc)
     if report.diagnosis is not None:
         report_failure(report.diagnosis, report.case)

@@ -1,10 +1,9 @@
 """Options of `dtbench profile SUITE[/CASE]`: the cases to profile and the folder to write."""
 
-import dataclasses
 import difflib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtbench.engine.options import RunRequest, split_target
@@ -57,7 +56,7 @@ def make_request(target: str, filter_text: str, output: Path | None, options: Ru
     """
     suite, case = split_target(target)
     return ProfileRequest(
-        options=dataclasses.replace(options, suites=(suite,), filter=""),
+        options=replace(options, suites=(suite,), filter=""),
         case=case,
         folder=output or Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime())),
         filter_text=filter_text,

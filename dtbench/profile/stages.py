@@ -40,13 +40,8 @@ class Span:
         return self.end_ns - self.start_ns
 
     def walk(self) -> Iterator["Span"]:
-        """Yields the span and its descendants, parents first."""
-        yield self
-        yield from self.descendants()
-
-    def descendants(self) -> Iterator["Span"]:
-        """Yields all spans within this one, parents first."""
-        stack = self.children[::-1]
+        """Yields the span and all spans within it, parents first."""
+        stack = [self]
         while stack:
             span = stack.pop()
             yield span
@@ -231,7 +226,9 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
     the op on the shards, to that op.
     """
     dispatching = {
-        id(span) for span in call.walk() if any(below.name == SUBCLASS_OP for below in span.descendants())
+        id(span)
+        for span in call.walk()
+        if any(below.name == SUBCLASS_OP for below in span.walk() if below is not span)
     }
     stack: list[tuple[Span, str]] = [(call, "entry")]
     while stack:
@@ -254,6 +251,5 @@ def _find_stage(span: Span, stage: str, dispatching: set[int]) -> str:
     if span.name.startswith("aten::") and id(span) not in dispatching:
         return stage if stage in _INCLUSIVE else "local op"
     named = next((frame_stage for part, frame_stage in reversed(_FRAMES) if part in span.name), stage)
-    if stage in _INCLUSIVE and not (stage == "redistribute" and named == "communicate"):
-        return stage
-    return named
+    is_inclusive = stage in _INCLUSIVE and not (stage == "redistribute" and named == "communicate")
+    return stage if is_inclusive else named

@@ -35,7 +35,7 @@ from dtbench.preflight.examine import (
     Answers,
     Examination,
     ExaminedWorld,
-    Examining,
+    Measuring,
     ProbeCommand,
     examine,
     pairs,
@@ -103,7 +103,7 @@ class Gathering(Coordinator):
         super().__init__(PreflightRequest(RunRequest(device="cpu", timeout_s=600.0)), place)
         self._path = path
 
-    def examining(self, world: ExaminedWorld) -> Examining:
+    def examining(self, world: ExaminedWorld) -> Measuring[Examination]:
         self._path.write_text(json.dumps((yield from gather_pool(world, REPS))))
         return Examination(world)
 

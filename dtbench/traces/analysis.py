@@ -16,6 +16,7 @@ from dtbench.records.comparison import Verdict
 from dtbench.records.job import (
     CallChange,
     CallKind,
+    Collective,
     Job,
     JobAnalysis,
     LateRank,
@@ -55,27 +56,28 @@ def analyze(job: Job, topology: Topology | None = None, bases: Sequence[Job] = (
 
 def compare_links(job: Job, topology: Topology) -> tuple[LinkComparison, ...]:
     """Compares each kind of call with the topology, in the job's order."""
-    rows = []
-    for kind, calls in group_by(job.collectives, lambda call: call.kind).items():
-        transfers_s = [call.transfer_s for call in calls if call.transfer_s]
-        time_s = fmean(transfers_s) if transfers_s else min(call.best_s for call in calls)
-        reference_s, reference, caveat = _find_reference(kind, topology)
-        share = reference_s / time_s if reference_s and time_s else None
-        rows.append(
-            LinkComparison(
-                kind=kind,
-                count=sum(call.count for call in calls),
-                time_s=time_s,
-                excludes_waiting=bool(transfers_s),
-                busbw=share
-                and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s,
-                reference=reference,
-                reference_s=reference_s,
-                share=share,
-                caveat=", ".join(filter(None, (caveat, ABOVE_CALIBRATED * bool(share and share > 1)))),
-            )
-        )
-    return tuple(rows)
+    return tuple(
+        _compare_link(kind, calls, topology)
+        for kind, calls in group_by(job.collectives, lambda call: call.kind).items()
+    )
+
+
+def _compare_link(kind: CallKind, calls: Sequence[Collective], topology: Topology) -> LinkComparison:
+    transfers_s = [call.transfer_s for call in calls if call.transfer_s]
+    time_s = fmean(transfers_s) if transfers_s else min(call.best_s for call in calls)
+    reference_s, reference, caveat = _find_reference(kind, topology)
+    share = reference_s / time_s if reference_s and time_s else None
+    return LinkComparison(
+        kind=kind,
+        count=sum(call.count for call in calls),
+        time_s=time_s,
+        excludes_waiting=bool(transfers_s),
+        busbw=share and (kind.bytes or 0) * busbw_factor(kind.collective, kind.group_size or 1) / time_s,
+        reference=reference,
+        reference_s=reference_s,
+        share=share,
+        caveat=", ".join(filter(None, (caveat, ABOVE_CALIBRATED * bool(share and share > 1)))),
+    )
 
 
 def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, str, str]:

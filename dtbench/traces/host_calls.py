@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtbench.traces import communication as comm
-from dtbench.traces.communication import Call, ProcessGroup
 from dtbench.traces.kernel_names import kernel_collective
 from dtbench.traces.kineto import Args, printable
 
@@ -68,7 +67,9 @@ def find_enclosing(by_thread: Mapping[int, list[Op]], thread: int, time_us: floa
     return [op for op in reversed(ops[max(last - 8, 0) : last]) if op.end >= time_us]
 
 
-def describe_kernel(kernel: Op, enclosing: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Call:
+def describe_kernel(
+    kernel: Op, enclosing: Sequence[Op], groups: Mapping[str, comm.ProcessGroup]
+) -> comm.Call:
     """Describes a communication kernel by its own arguments, else by those of the calls that launched it.
 
     Args:
@@ -76,7 +77,7 @@ def describe_kernel(kernel: Op, enclosing: Sequence[Op], groups: Mapping[str, Pr
     """
     by_name = kernel_collective(kernel.name) or comm.UNKNOWN
     caller = find_caller(enclosing[0]) if enclosing else ""
-    call = Call(kernel.start, kernel.start, kernel.end, by_name, ProcessGroup(""), caller=caller)
+    call = comm.Call(kernel.start, kernel.start, kernel.end, by_name, comm.ProcessGroup(""), caller=caller)
     for args in (kernel.args, *(op.args for op in enclosing)):
         if args.collective is not None and not comm.NO_COLLECTIVE.search(str(args.collective)[:200]):
             dtype, bytes_ = comm.payload_from_counts(args)
@@ -100,7 +101,7 @@ def describe_kernel(kernel: Op, enclosing: Sequence[Op], groups: Mapping[str, Pr
 
 
 def match_gloo_threads(
-    group_by_tid: object, tids: Mapping[int, Any], groups: Mapping[str, ProcessGroup]
+    group_by_tid: object, tids: Mapping[int, Any], groups: Mapping[str, comm.ProcessGroup]
 ) -> dict[int, str]:
     """Returns the name of the group that each of gloo's threads serves.
 

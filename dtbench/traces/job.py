@@ -25,7 +25,6 @@ from dtbench.traces.steps import Steps, count_outlying_first, find_complete_step
 _MAX_LANE_INTERVALS = 300  # more are indistinguishable on a page, which has 2 MB for all lanes
 _MAX_CALLERS = 3
 _MAX_LISTED_RANKS = 8
-_P2P = ("send", "recv")
 _MAX_JOB_BYTES = 256 * 2**20
 _NOT_TRACES = (JOB_FILE, "table.json")  # other JSON files in a profile's folder
 _TRACES = re.compile(r"\.json(\.gz)?$|\.trace(\.gz)?$")
@@ -135,7 +134,11 @@ def _drop_partly_known_groups(traces: Iterable[RankTrace]) -> None:
     Otherwise, which calls have a group would differ between two recordings of one job.
     """
     gloo = [trace for trace in traces if trace.backend == "gloo" or not trace.on_gpu]
-    if any(not call.group.key and call.collective not in _P2P for trace in gloo for call in trace.calls):
+    if any(
+        not call.group.key and call.collective not in ("send", "recv")
+        for trace in gloo
+        for call in trace.calls
+    ):
         for trace in gloo:
             trace.calls = [call._replace(group=ProcessGroup("")) for call in trace.calls]
             trace.notes.append(

@@ -233,8 +233,7 @@ class Trace:
             pass
         if repaired:
             return self._one_by_one(text)
-        text = _NAN_OR_INF.sub(b":null", text)
-        return self._try_decode(text.decode("utf-8", "replace").encode(), True)
+        return self._try_decode(_NAN_OR_INF.sub(b":null", text).decode("utf-8", "replace").encode(), True)
 
     def _ended(self, text: bytes, error: str) -> list[Event] | None:
         """Decodes a text in which the list of events ends, and keeps the tail; None if it does not end there.

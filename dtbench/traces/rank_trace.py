@@ -21,7 +21,6 @@ from dtbench.errors import UnreadableRunError
 from dtbench.grouping import group_by
 from dtbench.text.units import format_seconds, plural
 from dtbench.traces import communication as comm
-from dtbench.traces.communication import Call, ProcessGroup
 from dtbench.traces.host_calls import (
     C10D_EVENTS,
     Op,
@@ -103,7 +102,7 @@ class RankTrace:
     torch: str = ""
     host: str = ""
     device: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[comm.Call] = field(default_factory=list)
     compute: Intervals = field(default_factory=lambda: intervals(()))
     copies: Intervals = field(default_factory=lambda: intervals(()))
     launched: Intervals = field(default_factory=lambda: intervals(()))
@@ -420,7 +419,9 @@ class _RankReader:
             or any(stream in communication_streams and name not in computing for stream, name in kernels)
         }
 
-    def _kernel_calls(self, host: Sequence[Op], groups: Mapping[str, ProcessGroup]) -> Iterator[Call]:
+    def _kernel_calls(
+        self, host: Sequence[Op], groups: Mapping[str, comm.ProcessGroup]
+    ) -> Iterator[comm.Call]:
         """Yields a call for each communication kernel.
 
         Its launch, or the annotation over it on its stream, leads to the calls on the host that describe it.
@@ -444,8 +445,8 @@ class _RankReader:
             yield describe_kernel(message, enclosing, groups)._replace(issued=issued)
 
     def _gloo_calls(
-        self, host: Sequence[Op], groups: Mapping[str, ProcessGroup], group_by_tid: object
-    ) -> Iterator[Call]:
+        self, host: Sequence[Op], groups: Mapping[str, comm.ProcessGroup], group_by_tid: object
+    ) -> Iterator[comm.Call]:
         """Yields a call for each of gloo's transports.
 
         A call on the host starts its transport, or queues it behind others of its group. A transport therefore belongs
@@ -463,10 +464,10 @@ class _RankReader:
             while calls and calls[-1].start <= start:
                 op = calls.pop()
                 pending.setdefault(comm.parse_collective(op.name), deque()).append(op)
-            group = groups.get(group_names.get(thread, ""), ProcessGroup(""))
+            group = groups.get(group_names.get(thread, ""), comm.ProcessGroup(""))
             dtype, bytes_ = comm.payload_from_shapes(name, args, group.size)
             kind = comm.parse_collective(name)
-            call = Call(start, start, end, kind, group, dtype, bytes_, issued=start)
+            call = comm.Call(start, start, end, kind, group, dtype, bytes_, issued=start)
             for collective in _CALLS_BY_TRANSPORT.get(kind, (kind,)):
                 candidates = pending.get(collective, deque())
                 while candidates and start - candidates[0].start > _MAX_TRANSPORT_DELAY_US:

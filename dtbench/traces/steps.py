@@ -57,9 +57,12 @@ class Steps:
 
     def select(self, begin: int, end: int) -> "Steps":
         """Keeps the steps from index `begin` up to `end` and counts the others as excluded."""
-        excluded = self.excluded + len(self.spans) - len(self.spans[begin:end])
+        spans = self.spans[begin:end]
         return replace(
-            self, host_spans=self.host_spans[begin:end], spans=self.spans[begin:end], excluded=excluded
+            self,
+            host_spans=self.host_spans[begin:end],
+            spans=spans,
+            excluded=self.excluded + len(self.spans) - len(spans),
         )
 
     def indices_at(self, host_times: Sequence[float]) -> NDArray[np.int64]:
@@ -110,10 +113,9 @@ def find_steps(
         calls: the rank's collectives, to look for repetition.
     """
     spans = sorted((start, end) for name, start, end in annotations if name.startswith(_PROFILER))
-    next_starts = [*(start for start, _ in spans[1:]), float("inf")]
     spans = [
         (start, min(end, next_start))
-        for (start, end), next_start in zip(spans, next_starts, strict=False)
+        for (start, end), (next_start, _) in itertools.pairwise([*spans, (float("inf"), float("inf"))])
         if start < min(end, next_start)
     ]
     source = _PROFILER

@@ -113,8 +113,9 @@ class Recorder:
         The profiler itself warms up in the last step of the warm-up.
         """
         kinds = (ProfilerAction.RECORD, ProfilerAction.WARMUP)
-        schedule = (lambda step: kinds[step < self.warmup]) if self.steps else None
-        self.profile = profile(record_shapes=True, schedule=schedule)
+        self.profile = profile(
+            record_shapes=True, schedule=(lambda step: kinds[step < self.warmup]) if self.steps else None
+        )
         self.profile.step_num = self.done
         self.profile.preset_metadata_json("dtbench", about())
         self.profile.start()
@@ -205,10 +206,11 @@ def about() -> str:
     names = [group["pg_name"] for group in c10d._world.pg_config_info if "gloo" in group["backend_config"]]
     tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
     tids = [task.name for task in tasks if (task / "comm").read_text() == "pt_gloo_runloop\n"]
-    threads = {tid: names[index // 2] for index, tid in enumerate(tids) if len(tids) == 2 * len(names)}
     return json.dumps(
         {
-            "gloo_threads": threads,
+            "gloo_threads": {
+                tid: names[index // 2] for index, tid in enumerate(tids) if len(tids) == 2 * len(names)
+            },
             "clock_ns": time.time_ns(),
             "torch": torch.__version__,
             "host": os.uname().nodename,
