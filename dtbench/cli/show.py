@@ -52,7 +52,7 @@ def show_command(
         and not (as_json or as_csv or filter or sort or exports)
         and (runs[0] / "table.json").is_file()
     ):
-        from dtbench.profile.tables import section_tables, stage_tables
+        from dtbench.profile.output import section_tables, stage_tables
         from dtbench.reporting.html import gather
 
         sources = gather(runs)

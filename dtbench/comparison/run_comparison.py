@@ -157,8 +157,10 @@ def _rows_by_suite(comparison: Comparison) -> dict[str, list[ComparedCase]]:
 
 
 def _closing_lines(comparison: Comparison) -> list[str]:
-    notes = () if comparison.nothing_shared else comparison.notes
-    return [*(f"note: {note}" for note in notes), comparison.summary]
+    return [
+        *(f"note: {note}" for note in comparison.notes if not comparison.nothing_shared),
+        comparison.summary,
+    ]
 
 
 def _table(suite: str, rows: Sequence[ComparedCase], comparison: Comparison) -> tuple[str, list[TableColumn]]:
@@ -276,10 +278,11 @@ def _results_by_case(side: Sequence[Run]) -> dict[CaseKey, list[Result]]:
 
 def _nothing_shared(base: Collection[CaseKey], head: Collection[CaseKey]) -> str:
     """Describes two sides without a common case in one line."""
-    sides = []
-    for name, keys in (("base", base), ("head", head)):
-        suites = ", ".join(sorted({suite for suite, *_ in keys}))
-        sides.append(f"{name} has {plural(len(keys), 'case')}{f' of {suites}' if suites else ''}")
+    sides = [
+        f"{name} has {plural(len(keys), 'case')}"
+        + (f" of {', '.join(sorted({suite for suite, *_ in keys}))}" if keys else "")
+        for name, keys in (("base", base), ("head", head))
+    ]
     return (
         f"nothing to compare: the two sides have no case in common ({'; '.join(sides)}); "
         "a case is matched by its suite, name, implementation and params"
@@ -293,9 +296,8 @@ def _exit_code(rows: Sequence[ComparedCase]) -> int:
         return EXIT_REGRESSION
     if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
         return EXIT_NOTHING
-    if verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}:
-        return EXIT_INCONCLUSIVE
-    return EXIT_OK
+    is_undecided = verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}
+    return EXIT_INCONCLUSIVE if is_undecided else EXIT_OK
 
 
 def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> ComparedCase:

@@ -37,11 +37,9 @@ class GpuEvent(Protocol):
 
     def synchronize(self) -> None:
         """Blocks until the GPU has passed this event."""
-        ...
 
     def elapsed_time(self, end_event: Self) -> float:
         """Returns the GPU time from this event to the other, in milliseconds. The GPU must have passed both."""
-        ...
 
 
 @lru_cache(maxsize=1)
@@ -119,9 +117,8 @@ class Gpus:
     def uuid(self, index: int) -> str | None:
         """Returns the UUID of a GPU; None while this process has not initialized CUDA."""
         torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
-            return None
-        return str(torch.cuda.get_device_properties(index).uuid)
+        is_initialized = torch is not None and torch.cuda.is_initialized()
+        return str(self._cuda.get_device_properties(index).uuid) if is_initialized else None
 
     nvml = staticmethod(loaded_nvml)
 

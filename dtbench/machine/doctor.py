@@ -151,9 +151,14 @@ def _threads(host: ExaminedHost) -> Iterator[MachineFinding]:
         text, remedy = host.env.get(name), f"export {name}={max(1, cores // ranks)}"
         if text is not None:
             threads = _positive_int(text.split(",")[0])  # one number per nesting level
-            ok = threads is not None and threads * ranks <= max(cores, ranks)
             got = f"{text if threads else f'{text!r}, expected a number above 0,'}"
-            yield _finding(name, ok, f"{got} with {ranks} ranks on {cores} usable cores", effect, remedy)
+            yield _finding(
+                name,
+                ok=threads is not None and threads * ranks <= max(cores, ranks),
+                got=f"{got} with {ranks} ranks on {cores} usable cores",
+                effect=effect,
+                remedy=remedy,
+            )
         elif name == "OMP_NUM_THREADS" and "SLURM_JOB_ID" in host.env and cores > 1:
             got = f"not set under Slurm: {cores} threads in each of {ranks} ranks"
             yield MachineFinding(name, False, got, effect, remedy)

@@ -114,9 +114,8 @@ def _cuda_handle(library: Nvml | None, index: int) -> Nvml | None:
     if index >= len(visible) > 0:
         return None
     name = visible[index] if visible else str(index)
-    if name.isdigit():
-        return _ask(library, "nvmlDeviceGetHandleByIndex", int(name))
-    return _ask(library, "nvmlDeviceGetHandleByUUID", name)
+    query, key = ("Index", int(name)) if name.isdigit() else ("UUID", name)
+    return _ask(library, f"nvmlDeviceGetHandleBy{query}", key)
 
 
 def driver_version() -> str | None:
@@ -192,14 +191,20 @@ def _nvlink_peers(device: NvmlDevice) -> dict[str, object] | None:
     if not states:
         return None
     switch = getattr(device.library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
-    neighbours: Counter[str] = Counter()
-    switch_links = 0
-    for link in (link for link, is_up in states.items() if is_up):
-        if device.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch:
-            switch_links += 1
-        elif (bus_id := _bus_id(device.ask("nvmlDeviceGetNvLinkRemotePciInfo", link))) is not None:
-            neighbours[bus_id] += 1
-    return {"neighbours": dict(neighbours), "switch_links": switch_links}
+    leads_to_switch = {
+        link: device.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch
+        for link, is_up in states.items()
+        if is_up
+    }
+    bus_ids = (
+        _bus_id(device.ask("nvmlDeviceGetNvLinkRemotePciInfo", link))
+        for link, is_switch in leads_to_switch.items()
+        if not is_switch
+    )
+    return {
+        "neighbours": dict(Counter(filter(None, bus_ids))),
+        "switch_links": sum(leads_to_switch.values()),
+    }
 
 
 def gpu_state(index: int) -> dict[str, Any] | None:

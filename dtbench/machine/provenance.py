@@ -179,8 +179,11 @@ def _checkout(folder: Path) -> Checkout:
 def _own_checkout() -> Checkout | None:
     """Returns the checkout that dtbench runs from; None if dtbench was installed from a wheel."""
     package = Path(__file__).parents[1]
-    tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    return _checkout(package) if tracked else None
+    return (
+        _checkout(package)
+        if _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+        else None
+    )
 
 
 def _git(folder: Path, *args: str) -> str | None:

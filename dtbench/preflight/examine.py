@@ -372,13 +372,16 @@ def _suspect_links(kind: str, pairs_of_kind: LinkTimes, examination: Examination
     ranks = [
         _Suspect((rank,), kind, _pairs_of_rank(rank, times, slow), tuple(healthy_pairs)) for rank in slow
     ]
-    # Controls share a rank with the link if possible.
-    for pair in _worst(links, len(times), "links", examination.notes, kind):
-        controls = [
-            pair_of_peers for pair_of_peers in healthy_pairs if set(pair_of_peers) & set(pair)
-        ] or healthy_pairs
-        ranks.append(_Suspect(pair, kind, (pair,), tuple(controls)))
-    return ranks
+    return ranks + [
+        # Controls share a rank with the link if possible.
+        _Suspect(
+            link,
+            kind,
+            (link,),
+            tuple([pair for pair in healthy_pairs if set(pair) & set(link)] or healthy_pairs),
+        )
+        for link in _worst(links, len(times), "links", examination.notes, kind)
+    ]
 
 
 def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:

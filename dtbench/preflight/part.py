@@ -54,18 +54,18 @@ class Probe:
             next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
             for pairs in command["rounds"]
         ]
-        times: list[list[float] | None] = [None if partner is None else [] for partner in partners]
-        for rep in range(-1, command["reps"]):  # the first exchange of a pair connects it and does not count
-            for round_index, partner in enumerate(partners):
-                pairs = {(a, b) for a, b in command["rounds"][round_index]}
-                if rep < 0 and pairs <= self._connected_pairs:
-                    continue
-                seconds = self._timed(partial(self._exchange, partner, command["bytes"]))
-                if rep < 0:
-                    self._connected_pairs |= pairs
-                elif (round_times := times[round_index]) is not None:
-                    round_times.append(seconds)
-        return times
+        exchanges = [partial(self._exchange, partner, command["bytes"]) for partner in partners]
+        for exchange, pairs_at_once in zip(exchanges, command["rounds"], strict=True):
+            pairs = {(a, b) for a, b in pairs_at_once}
+            # The first exchange of a pair connects it and does not count.
+            if not pairs <= self._connected_pairs:
+                self._timed(exchange)
+                self._connected_pairs |= pairs
+        times = [[self._timed(exchange) for exchange in exchanges] for _ in range(command["reps"])]
+        return [
+            None if partner is None else [turn[index] for turn in times]
+            for index, partner in enumerate(partners)
+        ]
 
     def _exchange(self, partner: int | None, size_bytes: int) -> None:
         """Sends and receives `size_bytes`."""
@@ -105,13 +105,12 @@ class Probe:
             for _ in range(count):
                 act()
 
-        times = []
-        for _ in range(command["reps"]):
-            for turn in command["turns"]:
-                takes_part = self._world.rank in turn
-                seconds = self._timed(partial(piece, self._repeats[command["kind"]] if takes_part else 0))
-                times += [seconds] if takes_part else []
-        return times
+        repeats = self._repeats[command["kind"]]
+        counts = [repeats if self._world.rank in turn else 0 for turn in command["turns"]]
+        times = [
+            (count, self._timed(partial(piece, count))) for _ in range(command["reps"]) for count in counts
+        ]
+        return [seconds for count, seconds in times if count]
 
     def _choose_repeats(self, act: Callable[[], object]) -> int:
         """Returns the repetitions that take `WORK_S` on the fastest rank; all ranks do the same number."""

@@ -182,8 +182,8 @@ def compare_with(expected: CalibratedTopology, examination: Examination) -> None
         examination.unjudged.clear()
     for name in dims.keys() & examination.dims.keys():
         times = examination.dims[name]
-        expected_time = estimate_collective(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
-        share = expected_time.high_us * 1e-6 / median(times.times_s)
+        price = estimate_collective(dims[name], "all_reduce", len(times.groups[0]), times.size_bytes)
+        share = price.high_us * 1e-6 / median(times.times_s)
         if share < SLOWER_THAN_EXPECTED:
             examination.findings.append(
                 SlowFinding(
@@ -275,10 +275,9 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
 def names_of(infos: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     """Returns the host of each rank; hosts of equal names are numbered by their kernels."""
     keys = [(str(info["host"]), info["boot_id"]) for info in infos]
-    hosts = group_by(dict.fromkeys(keys), lambda key: key[0]).values()
     numbered = {
         key: f"{key[0]}#{number}"
-        for namesakes in hosts
+        for namesakes in group_by(dict.fromkeys(keys), lambda key: key[0]).values()
         if len(namesakes) > 1
         for number, key in enumerate(namesakes)
     }

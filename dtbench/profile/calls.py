@@ -44,8 +44,7 @@ _MAX_CALLS, _MIN_CALLS, _BLOCKS = 50, 4, 5
 _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25  # share of the rounds, the fastest ones
 # Rounds with counters, and rounds with frames, which take 0.1 s each; fewer with --quick.
-_ROUNDS, _FRAME_ROUNDS = 60, 16
-_QUICK_ROUNDS, _QUICK_FRAME_ROUNDS = 16, 8
+_ROUNDS, _QUICK_ROUNDS = (60, 16), (16, 8)
 _FRAME_CALLS = 20  # recorded at once with frames
 # The impl of the plain op within a tensor subclass, which has no stages.
 WRAPPED = "wrapped"
@@ -111,8 +110,7 @@ class CallRecording:
         self.tables: list[CallStages] = []
         self.folded: dict[str, Mapping[tuple[str, ...], float]] = {}
         self._label, self._subject = label, subject
-        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
-        self._frame_rounds = _QUICK_FRAME_ROUNDS if quick else _FRAME_ROUNDS
+        self._rounds, self._frame_rounds = _QUICK_ROUNDS if quick else _ROUNDS
 
     def warm_up(self) -> None: ...
 

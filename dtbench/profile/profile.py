@@ -16,10 +16,9 @@ from dtbench.engine.ranks import SIMULATED_RANKS
 from dtbench.engine.tasks import Task
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from dtbench.machine.device import choose_device, count_ranks
-from dtbench.profile.folder import SPEEDSCOPE, speedscope, write_profile
+from dtbench.profile.output import SPEEDSCOPE, speedscope, stage_tables, write_profile
 from dtbench.profile.ranks import RankProfile, report_failure
 from dtbench.profile.request import ProfileRequest
-from dtbench.profile.tables import stage_tables
 from dtbench.records.atomic import check_output_path
 from dtbench.records.profile import CallsProfile, CallStages
 from dtbench.suite.case import FLOOR, DeviceType
@@ -69,8 +68,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
         torch.set_num_threads(1)
         for task in tasks:
             floor = None
-            impls = sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != FLOOR, impl))
-            for impl in impls:
+            for impl in sorted(set(task.impls) - {calls.WRAPPED}, key=lambda impl: (impl != FLOOR, impl)):
                 subject = Subject(task.case, impl)
                 recording = calls.CallRecording(task.label, subject, request.options.quick, floor)
                 measure([subject], world, recording)

@@ -20,9 +20,8 @@ from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, print_error
 from dtbench.machine.device import choose_device, gpus
-from dtbench.profile.folder import write_profile
+from dtbench.profile.output import section_tables, write_profile
 from dtbench.profile.request import ProfileRequest
-from dtbench.profile.tables import section_tables
 from dtbench.records.atomic import check_output_path
 from dtbench.records.profile import RanksProfile, RanksSection
 from dtbench.suite import DeviceType

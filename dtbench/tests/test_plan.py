@@ -387,7 +387,7 @@ def test_job_is_compared_with_the_required_volume() -> None:
     assert re.fullmatch(r"dp transfers .* a step \(float32\), 2.00x the .* that the layout requires", str(dp))
     for layout, message in (("tp=2;", "expected NAME=COUNT"), ("tp=3", "has 6 ranks, expected the job's 8")):
         with pytest.raises(UsageError, match=message):
-            compare_volumes(job, "llama-8b", layout)
+            list(compare_volumes(job, "llama-8b", layout))
 
 
 @pytest.mark.parametrize("name", built_in())

@@ -17,7 +17,7 @@ from dtbench.engine import clock_offsets
 from dtbench.engine.ranks import StoreRanks
 from dtbench.engine.tasks import Task
 from dtbench.errors import OutputError
-from dtbench.profile import folder, stages, tables
+from dtbench.profile import output, stages
 from dtbench.profile.request import choose
 from dtbench.profile.stages import Overhead, Span
 from dtbench.records.atomic import check_output_path, write_folder
@@ -248,7 +248,7 @@ def test_stages_that_contradict_each_other_are_called_unreliable_on_terminal_jso
     table = times_of(**changes)
     assert table.caveat.startswith("unreliable: ") == bool(caveat) and caveat in table.caveat
     assert convert(decode(msgspec.json.encode(CallsProfile(cases=(table,)))), CallsProfile).cases == (table,)
-    lines = "\n".join(tables.stage_tables([table]))
+    lines = "\n".join(output.stage_tables([table]))
     assert table.caveat in lines and ("unreliable" in lines) == bool(caveat)
     page = dispatch._stage_table([table])
     assert table.caveat in page.note and bool(page.note) == bool(caveat)
@@ -312,7 +312,7 @@ def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
         "add (core)": {("call",): 20.0, ("call", "f"): 60.25},
         "add (torch)": {("call",): 5.0},
     }
-    written = json.loads(json.dumps(folder.speedscope(folded, "p")))
+    written = json.loads(json.dumps(output.speedscope(folded, "p")))
     frames = [frame["name"] for frame in written["shared"]["frames"]]
     for profile, stacks in zip(written["profiles"], folded.values(), strict=True):
         read = (tuple(frames[number] for number in stack) for stack in profile["samples"])
@@ -383,7 +383,7 @@ def test_a_case_is_chosen_by_its_whole_name() -> None:
 
 
 def test_write_folder_writes_all_files_or_none(here: Path) -> None:
-    folder.write_profile(Path("p"), ["a\ud800"], CallsProfile(cases=()), {"rank0.json.gz": b"x"}, "a trace")
+    output.write_profile(Path("p"), ["a\ud800"], CallsProfile(cases=()), {"rank0.json.gz": b"x"}, "a trace")
     assert {path.name for path in Path("p").iterdir()} == {"rank0.json.gz", "table.json", "table.txt"}
     assert Path("p/rank0.json.gz").read_bytes() == b"x"
     for path in ("p", "no/p"):

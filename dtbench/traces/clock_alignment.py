@@ -11,8 +11,9 @@ Calls of different ranks are matched by the process group's sequence number if t
 call of a kind over a group on one rank is matched with the n-th on the others.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -20,7 +21,6 @@ import numpy as np
 
 from dtbench.grouping import group_by
 from dtbench.records.job import Waits
-from dtbench.traces.communication import Call
 from dtbench.traces.rank_trace import RankTrace
 
 # No rank leaves these before all ranks have arrived. A broadcast's root, or a sender, may leave long before.
@@ -73,7 +73,7 @@ def _match_calls(traces: Sequence[RankTrace]) -> _MatchedCalls:
     matched: dict[_CallKey, dict[int, int]] = {}
     member_ids: dict[object, int] = {}  # short keys for tuples of ranks, which may be long
     for trace in traces:
-        counts: Counter[_CallKey] = Counter()
+        numbers = defaultdict[_CallKey, Iterator[int]](itertools.count)
         by_group = group_by(enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.key)
         for name, calls in by_group.items():
             group = calls[0][1].group
@@ -87,8 +87,7 @@ def _match_calls(traces: Sequence[RankTrace]) -> _MatchedCalls:
                 kind: _CallKey = (members, name, call.collective)
                 key = (*kind, "seq", call.sequence)
                 if call.sequence is None:
-                    key = (*kind, "nth", counts[kind])
-                    counts[kind] += 1
+                    key = (*kind, "nth", next(numbers[kind]))
                 matched.setdefault(key, {}).setdefault(trace.rank, index)
     # If traces begin or end at different calls, their n-th calls are different ones. The number of calls shows that.
     rank_counts = {(key[:3], len(ranks)) for key, ranks in matched.items() if key[3] == "nth"}
@@ -151,7 +150,8 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
 def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: AlignedJob) -> None:
     """Measures transfer times and, over each mesh dim, waiting times. Uses calls that all ranks of a group recorded."""
     by_rank = {trace.rank: trace for trace in traces}
-    dims: dict[tuple[str, int], _DimWaits] = {}
+    # Mesh dim and group size -> for each collective the arrival times and the median end time.
+    dims = defaultdict[tuple[str, int], list[tuple[dict[int, float], float]]](list)
     in_steps = {trace.rank: trace.steps.contain([call.issued for call in trace.calls]) for trace in traces}
     for indices in matched.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
@@ -168,44 +168,40 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
         if collective in (*_SYNCHRONIZING, "broadcast") and all(
             in_steps[rank][index] for rank, index in indices.items()
         ):
-            dims.setdefault((group.mesh_dim, len(indices)), _DimWaits()).add(arrivals, calls, aligned)
-    aligned.waits = [dim_waits.record(*dim) for dim, dim_waits in sorted(dims.items())]
+            end = median(call.end + aligned.offset_us[rank] for rank, call in calls.items())
+            dims[group.mesh_dim, len(indices)].append((arrivals, end))
+    aligned.waits = [
+        _sum_waits(*dim, collectives, aligned.error_us) for dim, collectives in sorted(dims.items())
+    ]
 
 
-class _DimWaits:
-    """Sums of waiting times over one mesh dim."""
+def _sum_waits(
+    mesh_dim: str,
+    group_size: int,
+    collectives: Sequence[tuple[Mapping[int, float], float]],
+    error_us: Mapping[int, float],
+) -> Waits:
+    """Sums the waiting times over one mesh dim.
 
-    def __init__(self) -> None:
-        self.calls = self.unclear = 0
-        self.transfer_us = 0.0
-        self.waiting_us: Counter[int] = Counter()
-        self.late_us: dict[int, list[float]] = {}
-
-    def add(self, arrivals: Mapping[int, float], calls: Mapping[int, Call], aligned: AlignedJob) -> None:
-        """Adds one collective, given each rank's aligned arrival time and its call."""
-        order = sorted(arrivals, key=arrivals.__getitem__)
-        last, second = order[-1], order[-2]
-        self.calls += 1
-        for rank in order[:-1]:
-            self.waiting_us[rank] += arrivals[last] - arrivals[rank]  # type: ignore[assignment]
-        ends = [calls[rank].end + aligned.offset_us[rank] for rank in order]
-        self.transfer_us += max(median(ends) - arrivals[last], 0.0)
-        if arrivals[last] - arrivals[second] > aligned.error_us[last] + aligned.error_us[second]:
-            self.late_us.setdefault(last, []).append(
-                arrivals[last] - median(arrivals[rank] for rank in order[:-1])
-            )
-        else:
-            self.unclear += 1
-
-    def record(self, mesh_dim: str, group_size: int) -> Waits:
-        """Returns the sums in seconds."""
-        return Waits(
-            mesh_dim=mesh_dim,
-            group_size=group_size,
-            calls=self.calls,
-            waiting_s={str(rank): us / 1e6 for rank, us in sorted(self.waiting_us.items())},
-            transfer_s=self.transfer_us / 1e6,
-            last_counts={str(rank): len(us) for rank, us in sorted(self.late_us.items())},
-            late_s={str(rank): fmean(us) / 1e6 for rank, us in sorted(self.late_us.items())},
-            unclear=self.unclear,
-        )
+    Args:
+        collectives: for each, the aligned arrival time of each rank, and the median end time.
+        error_us: rank -> error of its clock offset.
+    """
+    waiting_us = defaultdict[int, float](float)
+    late_us = defaultdict[int, list[float]](list)
+    for arrivals, _ in collectives:
+        *others, last = sorted(arrivals, key=arrivals.__getitem__)
+        for rank in others:
+            waiting_us[rank] += arrivals[last] - arrivals[rank]
+        if arrivals[last] - arrivals[others[-1]] > error_us[last] + error_us[others[-1]]:
+            late_us[last].append(arrivals[last] - median(arrivals[rank] for rank in others))
+    return Waits(
+        mesh_dim=mesh_dim,
+        group_size=group_size,
+        calls=len(collectives),
+        waiting_s={str(rank): us / 1e6 for rank, us in sorted(waiting_us.items())},
+        transfer_s=sum(max(end - max(arrivals.values()), 0.0) for arrivals, end in collectives) / 1e6,
+        last_counts={str(rank): len(us) for rank, us in sorted(late_us.items())},
+        late_s={str(rank): fmean(us) / 1e6 for rank, us in sorted(late_us.items())},
+        unclear=len(collectives) - sum(map(len, late_us.values())),
+    )

@@ -138,8 +138,7 @@ def payload_from_shapes(
     # The tensor of a barrier carries no data.
     if "barrier" in op or not isinstance(shapes, list) or not isinstance(types, list):
         return None, None
-    parsed = (parse_dtype(type_name) for type_name in types)
-    dtype, itemsize = next((pair for pair in parsed if pair[0]), parse_dtype(default_dtype))
+    dtype, itemsize = next((pair for pair in map(parse_dtype, types) if pair[0]), parse_dtype(default_dtype))
     elements = [n for n in map(_count_elements, shapes, types) if n is not None]
     if not elements or itemsize is None:
         return dtype, None

@@ -76,8 +76,14 @@ def describe_kernel(
         enclosing: those calls, innermost first.
     """
     by_name = kernel_collective(kernel.name) or comm.UNKNOWN
-    caller = find_caller(enclosing[0]) if enclosing else ""
-    call = comm.Call(kernel.start, kernel.start, kernel.end, by_name, comm.ProcessGroup(""), caller=caller)
+    call = comm.Call(
+        kernel.start,
+        kernel.start,
+        kernel.end,
+        by_name,
+        comm.ProcessGroup(""),
+        caller=find_caller(enclosing[0]) if enclosing else "",
+    )
     for args in (kernel.args, *(op.args for op in enclosing)):
         if args.collective is not None and not comm.NO_COLLECTIVE.search(str(args.collective)[:200]):
             dtype, bytes_ = comm.payload_from_counts(args)

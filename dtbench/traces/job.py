@@ -107,7 +107,11 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
         backend=traces[0].backend,
         torch=traces[0].torch,
         ranks=tuple(_rank_figures(trace, aligned, traces[0]) for trace in traces),
-        collectives=tuple(row for trace in traces for row in _collectives(trace, aligned)),
+        collectives=tuple(
+            row
+            for trace in traces
+            for row in sorted(_collectives(trace, aligned), key=lambda row: -row.time_s)
+        ),
         waits=tuple(aligned.waits),
         aligned_by=aligned.method,
         drawn_step=drawn_step,
@@ -279,14 +283,13 @@ def _host_bound_us(trace: RankTrace, idle: Intervals) -> float:
 
 
 def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
-    """Returns the rank's calls by kind, the longest first."""
+    """Yields the rank's calls by kind."""
     # Both steps and calls are located on the host, since the GPU runs behind.
     in_steps = trace.steps.indices_at([call.issued for call in trace.calls]) >= 0
     kinds = [
         CallKind(call.group.mesh_dim, call.collective, call.group.size, call.dtype, call.bytes)
         for call in trace.calls
     ]
-    rows = []
     for kind, indices in group_by(range(len(kinds)), kinds.__getitem__).items():
         indices_in_steps = [index for index in indices if in_steps[index]]
         timed = indices_in_steps or indices
@@ -295,26 +298,21 @@ def _collectives(trace: RankTrace, aligned: AlignedJob) -> Iterable[Collective]:
         transfers_us = [
             us for index in timed if (us := aligned.transfer_us.get((trace.rank, index))) is not None
         ]
-        rows.append(
-            Collective(
-                rank=trace.rank,
-                **asdict(kind),
-                count=len(indices),
-                in_steps=len(indices_in_steps) if trace.steps.host_spans else None,
-                timed=len(timed),
-                time_s=sum(seconds),
-                median_s=median(seconds),
-                best_s=min(seconds),
-                transfer_s=fmean(transfers_us) / 1e6 if len(transfers_us) == len(calls) else None,
-                busbw=bus_bandwidth(
-                    kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)
-                ),
-                callers=tuple(
-                    caller for caller, _ in Counter(call.caller for call in calls).most_common() if caller
-                )[:_MAX_CALLERS],
-            )
+        yield Collective(
+            rank=trace.rank,
+            **asdict(kind),
+            count=len(indices),
+            in_steps=len(indices_in_steps) if trace.steps.host_spans else None,
+            timed=len(timed),
+            time_s=sum(seconds),
+            median_s=median(seconds),
+            best_s=min(seconds),
+            transfer_s=fmean(transfers_us) / 1e6 if len(transfers_us) == len(calls) else None,
+            busbw=bus_bandwidth(kind.collective, kind.group_size, kind.bytes, sum(seconds) / len(seconds)),
+            callers=tuple(
+                caller for caller, _ in Counter(call.caller for call in calls).most_common() if caller
+            )[:_MAX_CALLERS],
         )
-    return sorted(rows, key=lambda row: -row.time_s)
 
 
 def _draw_step(traces: Sequence[RankTrace], aligned: AlignedJob) -> tuple[int | None, list[Lane]]:

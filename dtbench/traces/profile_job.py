@@ -76,20 +76,17 @@ def profile_job(request: JobRequest) -> JobProfile:
         OutputError: the folder exists or cannot be written.
         DtbenchError: the command wrote no trace.
     """
-    bases, folder, code = [job_in([base]) for base in request.bases], request.folder, EXIT_OK
+    bases, folder = [job_in([base]) for base in request.bases], request.folder
     if request.command and folder is None:
         folder = Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime()))
     if folder:
         check_output_path(folder, "remove it")
-    if request.command and folder:
-        code, job = _record(request, folder)
-    else:
-        job = job_in(request.paths)
+    code, job = _record(request, folder) if request.command and folder else (EXIT_OK, job_in(request.paths))
     analysis = analyze(job, request.topology, bases)
     if request.model_and_layout:
         from dtbench.traces.required_volume import compare_volumes
 
-        analysis = structs.replace(analysis, volumes=compare_volumes(job, *request.model_and_layout))
+        analysis = structs.replace(analysis, volumes=tuple(compare_volumes(job, *request.model_and_layout)))
     if folder:
         folder.mkdir(exist_ok=True)
         replace_file(folder / JOB_FILE, json.encode(job))

@@ -379,8 +379,10 @@ class _RankReader:
         for array_ in spans:
             step = np.searchsorted(steps[:, 0], array_[:, 0], side="right") - 1
             in_step = (step >= 0) & (array_[:, 0] < steps[step, 1]) if len(steps) else step >= 0
-            limit = np.where(in_step & (array_ is not spans[-1]), min(longest_step, longest), longest)
-            is_valid.append(array_[:, 1] - array_[:, 0] <= limit)
+            is_valid.append(
+                array_[:, 1] - array_[:, 0]
+                <= np.where(in_step & (array_ is not spans[-1]), min(longest_step, longest), longest)
+            )
         self._excluded[_IMPOSSIBLE] += sum(int((~valid).sum()) for valid in is_valid)
         self._doubtful = self._find_doubtful(is_valid[0]) if trace.on_gpu else {}
         trace.compute, trace.copies = (

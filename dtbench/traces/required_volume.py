@@ -1,6 +1,7 @@
 """Compares the bytes of a job's collectives with those that its layout requires by the planner's volumes."""
 
 import re
+from collections.abc import Iterator
 
 from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.step import bytes_per_step
@@ -22,8 +23,8 @@ _DATA_DIMS = {"dp", "fsdp"}
 _KEYS = ("tp", "cp", "ep", "dp", "fsdp", "batch", "sequence", "micro_batch")
 
 
-def compare_volumes(job: Job, model: str, layout: str) -> tuple[VolumeComparison, ...]:
-    """Returns a comparison for each mesh dim over which the layout communicates.
+def compare_volumes(job: Job, model: str, layout: str) -> Iterator[VolumeComparison]:
+    """Yields a comparison for each mesh dim over which the layout communicates.
 
     Args:
         job: the job.
@@ -55,21 +56,18 @@ def compare_volumes(job: Job, model: str, layout: str) -> tuple[VolumeComparison
         (call for call in job.collectives if call.rank == job.ranks[0].rank),
         lambda call: _planner_dim(call.mesh_dim, required),
     )
-    comparisons = []
     for dim, required_bytes in required.items():
         calls = calls_by_dim.get(dim, [])
-        total_bytes = sum((call.bytes or 0) * call.calls_in_steps for call in calls)
-        measured_bytes = total_bytes / max(job.ranks[0].steps, 1)
-        comparisons.append(
-            VolumeComparison(
-                mesh_dim=dim,
-                measured_bytes=measured_bytes,
-                required_bytes=required_bytes,
-                ratio=measured_bytes / required_bytes,
-                dtypes=tuple(sorted({call.dtype or "unknown" for call in calls})),
-            )
+        measured_bytes = sum((call.bytes or 0) * call.calls_in_steps for call in calls) / max(
+            job.ranks[0].steps, 1
         )
-    return tuple(comparisons)
+        yield VolumeComparison(
+            mesh_dim=dim,
+            measured_bytes=measured_bytes,
+            required_bytes=required_bytes,
+            ratio=measured_bytes / required_bytes,
+            dtypes=tuple(sorted({call.dtype or "unknown" for call in calls})),
+        )
 
 
 def _planner_dim(mesh_dim: str, required: dict[str, float]) -> str:

@@ -6,6 +6,7 @@ of collectives that repeats. Times are microseconds.
 
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
@@ -141,9 +142,7 @@ def _spans_on_device(host_spans: tuple[_Span, ...], launches: Any) -> tuple[_Spa
         return host_spans
     starts = [float(launches[a:b, 1].min()) for a, b in zip(first, last, strict=True)]
     end = max(float(launches[first[-1] : last[-1], 1].max()), starts[-1])
-    if sorted(starts) != starts:
-        return host_spans
-    return tuple(zip(starts, [*starts[1:], end], strict=True))
+    return tuple(zip(starts, [*starts[1:], end], strict=True)) if sorted(starts) == starts else host_spans
 
 
 def _repeated_annotation(annotations: Sequence[tuple[str, float, float]]) -> tuple[str, list[_Span]]:
@@ -152,11 +151,10 @@ def _repeated_annotation(annotations: Sequence[tuple[str, float, float]]) -> tup
     Annotations that differ only in numbers count as one. If none covers enough, steps reach from one end of an
     optimizer's step to the next.
     """
-    by_name: dict[str, list[_Span]] = {}
+    by_name = defaultdict[str, list[_Span]](list)
     for name, start, end in annotations:
         if not _NO_STEP.match(name) and start < end:
-            key = name if name.startswith(_OPTIMIZER) else re.sub(r"\d+", "#", name)
-            by_name.setdefault(key, []).append((start, end))
+            by_name[name if name.startswith(_OPTIMIZER) else re.sub(r"\d+", "#", name)].append((start, end))
     optimizers = {
         name: spans for name, spans in by_name.items() if name.startswith(_OPTIMIZER) and len(spans) > 2
     }
@@ -184,6 +182,5 @@ def _repeated_calls(calls: Sequence[Call]) -> list[_Span]:
             n = border[n - 1]
         border[index] = n + (kinds[n] == kinds[index])
     period = len(kinds) - border[-1] if kinds else 0
-    if len(kinds) < max(2 * period, 3):
-        return []
-    return list(itertools.pairwise(call.issued for call in calls[::period]))
+    repeats = len(kinds) >= max(2 * period, 3)
+    return list(itertools.pairwise(call.issued for call in calls[::period])) if repeats else []
