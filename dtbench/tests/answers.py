@@ -7,11 +7,13 @@ from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 
 import dtbench
 from dtbench.stats.dispatch_headline import SINGLE_OP_PARAMS, SINGLE_OPS
 from dtbench.text.units import format_size
+from dtbench_core.cost.ring import Ring
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -23,13 +25,12 @@ def ops(axes: Axes) -> None:
         frame = frame[frame[f"param.{name}", ""] == value]
     frame = frame.set_index([("name", ""), ("param.placements", "")])["estimate_s"] * 1e6
     chosen = frame.loc[list(reversed(SINGLE_OPS.items()))]
-    names = [name for name, _ in chosen.index]
     for impl, label, look in (
         ("local", "plain tensors: the floor", {"marker": "|", "color": "0.4", "s": 90}),
         ("core", "dtbench's core", {"marker": "o", "color": "C0"}),
         ("torch", "torch's DTensor", {"marker": "s", "color": "C1"}),
     ):
-        axes.scatter(chosen[impl], names, label=label, **look)
+        axes.scatter(chosen[impl], chosen.index.get_level_values(0), label=label, **look)
     axes.set(title="What does an op cost on the host?", xlabel="µs per cached call", xlim=(0, None))
     axes.legend(loc="lower right")
 
@@ -38,20 +39,20 @@ def links(axes: Axes, topology: dict[str, Any]) -> None:
     """The all-reduce of each mesh dim over size, with the fitted line and the line of PyTorch's constants."""
     for color, dim in enumerate(topology["dims"]):
         curve = dim["collectives"]["all_reduce"]
-        sizes = [row["size_bytes"] for row in curve["table"]]
+        sizes = np.array([row["size_bytes"] for row in curve["table"]])
         axes.plot(sizes, [row["measured_us"] for row in curve["table"]], "o", color=f"C{color}", ms=4)
-        fitted = [curve["alpha_us"] + size / 2**30 / curve["beta_GiBps"] * 1e6 for size in sizes]
-        axes.plot(sizes, fitted, color=f"C{color}", label=f"{dim['name']}, {dim['ranks']} ranks: fitted line")
+        fitted_us = curve["alpha_us"] + sizes / 2**30 / curve["beta_GiBps"] * 1e6
+        axes.plot(
+            sizes, fitted_us, color=f"C{color}", label=f"{dim['name']}, {dim['ranks']} ranks: fitted line"
+        )
     dim = topology["dims"][0]
-    builtin, hops = dim["builtin"], 2 * (dim["ranks"] - 1)
-    start = topology["base_latency_us"] + hops * builtin["latency_us_per_hop"]
-    slope = hops / dim["ranks"] / builtin["bandwidth_GiBps"] * 1e6
-    axes.plot(sizes, [start + size / 2**30 * slope for size in sizes], "k--", label="PyTorch's constants")
+    ring = Ring(dim["ranks"], dim["builtin"]["bandwidth_GiBps"], dim["builtin"]["latency_us_per_hop"])
+    builtin_us = [ring.collective_us("all_reduce", size) for size in sizes]
+    axes.plot(sizes, builtin_us, "k--", label="PyTorch's constants")
     ticks = [2**k for k in (10, 14, 18, 22)]
-    axes.set(xscale="log", yscale="log", title="How fast is each mesh dim?", ylabel="µs, measured (dots)")
+    axes.set(xscale="log", yscale="log", title="How fast is each mesh dim?", ylim=(None, 3e6))
+    axes.set(xlabel="bytes of an all_reduce, gloo", ylabel="µs, measured (dots)")
     axes.set_xticks(ticks, [format_size(tick) for tick in ticks])
-    axes.set_xlabel("bytes of an all_reduce, gloo")
-    axes.set_ylim(None, 3e6)
     axes.legend(loc="upper left")
 
 
@@ -65,28 +66,23 @@ def model(axes: Axes, topology: dict[str, Any]) -> None:
         bars = axes.barh([k + shift for k in range(len(dims))], factors, 0.36, color=color, label=label)
         axes.bar_label(bars, [f"{factor:.3g}x" for factor in factors], padding=3)
     axes.set_yticks(range(len(dims)), [dim["name"] for dim in dims])
-    axes.set(title="Does the cost model fit this machine?", xscale="log", xlim=(1, 1e5))
-    axes.set_xlabel("off by this factor (1 is perfect)")
+    axes.set(title="Does the cost model fit this machine?", xlabel="off by this factor (1 is perfect)")
+    axes.set(xscale="log", xlim=(1, 1e5))
     axes.legend(loc="center right")
 
 
 def gate(axes: Axes) -> None:
     """Head over base of each benchmark, sorted, with its interval: a revision that was slowed on purpose."""
     benchmarks = json.loads((RESULTS / "gate" / "slowed.json").read_text())["benchmarks"]
-    effects = sorted(
-        (benchmark["effect"]["ratio"], benchmark["effect"], benchmark["verdict"]) for benchmark in benchmarks
-    )
+    benchmarks.sort(key=lambda benchmark: benchmark["effect"]["ratio"])
     for verdict, color in (("same", "0.4"), ("slower", "C3")):
-        rows = [(at, effect) for at, (_, effect, verdict_of) in enumerate(effects) if verdict_of == verdict]
-        if not rows:
-            continue
-        ratios = [(effect["ratio"] - 1) * 100 for _, effect in rows]
-        reach = [
-            [(effect["ratio"] - effect["low"]) * 100 for _, effect in rows],
-            [(effect["high"] - effect["ratio"]) * 100 for _, effect in rows],
-        ]
-        axes.errorbar([at for at, _ in rows], ratios, yerr=reach, fmt="o", ms=4, color=color)
-        axes.plot([], [], "o", color=color, label=f"{len(rows)} {verdict}")
+        places = [at for at, benchmark in enumerate(benchmarks) if benchmark["verdict"] == verdict]
+        effects = [benchmarks[at]["effect"] for at in places]
+        low, ratio, high = (
+            np.array([effect[key] for effect in effects]) * 100 for key in ("low", "ratio", "high")
+        )
+        axes.errorbar(places, ratio - 100, yerr=(ratio - low, high - ratio), fmt="o", ms=4, color=color)
+        axes.plot([], [], "o", color=color, label=f"{len(places)} {verdict}")
     axes.axhline(0, color="k", lw=0.8)
     axes.set(title="Did a change make it slower?", ylabel="% slower than base", xticks=[])
     axes.set_xlabel("benchmarks of a head slowed by 0.35 µs a call")

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.comparison.references import read_systems
-from dtbench.grouping import group_by
 from dtbench.records.topology import BandwidthDrop
 from dtbench.stats import bandwidth_drops
 from dtbench.stats.drops import drops_of_curve
@@ -30,29 +30,28 @@ class PublicCurve(NamedTuple):
 
 
 def drops_in(curve: PublicCurve) -> list[BandwidthDrop]:
-    points = sorted(dict(curve.points).items())
-    name = "all_to_all" if curve.collective == "alltoall" else curve.collective
-    times = [us * 1e-6 / busbw_factor(name, curve.ranks) for _, us in points]
-    return drops_of_curve([size for size, _ in points], times, curve.collective, curve.of, curve.source)
+    sizes, times_us = zip(*sorted(dict(curve.points).items()), strict=True)
+    factor = busbw_factor("all_to_all" if curve.collective == "alltoall" else curve.collective, curve.ranks)
+    times_s = [us * 1e-6 / factor for us in times_us]
+    return drops_of_curve(sizes, times_s, curve.collective, curve.of, curve.source)
 
 
 def committed() -> Iterator[PublicCurve]:
     """The curves of results/reference."""
     for system in read_systems():
-        for name, of in system.collectives.items():
-            yield PublicCurve("systems.json", name, system.name, system.ranks, of.points)
+        for name, published in system.collectives.items():
+            yield PublicCurve("systems.json", name, system.name, system.ranks, published.points)
+    points: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+    launches: Counter[tuple[str, ...]] = Counter()
     with (RESULTS / "reference" / "nccl-perf" / "single-node.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    # Repeated keys are separate launches.
-    keys = [(r["system"], r["table"], r["op"], r["n_gpus"]) for r in rows]
-    nth = {}
-    launches = []
-    for key, row in zip(keys, rows, strict=True):
-        nth[key, row["bytes"]] = nth.get((key, row["bytes"]), -1) + 1
-        launches.append((*key, nth[key, row["bytes"]]))
-    for (system, version, op, n, _), of in group_by(zip(launches, rows, strict=True), lambda x: x[0]).items():
-        points = [(int(row["bytes"]), float(row["time (us)"])) for _, row in of]
-        yield PublicCurve("single-node.csv", op, f"{n} x {system}, {version}", int(n), points)
+        for row in csv.DictReader(file):
+            key = (row["system"], row["table"], row["op"], row["n_gpus"])
+            # Sizes that a table has twice belong to separate launches.
+            launches[*key, row["bytes"]] += 1
+            curve = points.setdefault((*key, str(launches[*key, row["bytes"]])), [])
+            curve.append((int(row["bytes"]), float(row["time (us)"])))
+    for (system, version, op, n, _), curve in points.items():
+        yield PublicCurve("single-node.csv", op, f"{n} x {system}, {version}", int(n), curve)
 
 
 # ---------------------------------------------------------------------------- simulated
@@ -70,8 +69,8 @@ def _line(rng: np.random.Generator, sizes: Times) -> Times:
 def _protocols(rng: np.random.Generator, sizes: Times) -> Times:
     """LL, LL128 and Simple (NVIDIA/nccl#281), changed where they need not be the fastest."""
     latency, rate = 10 ** rng.uniform(0.8, 1.8), 10 ** rng.uniform(4, 5.6)
-    latencies = np.array([1, rng.uniform(1.2, 3), rng.uniform(2, 6.5)]) * latency
-    ll, ll128, simple = (a + sizes / (rate * b) for a, b in zip(latencies, (0.5, 0.95, 1.0), strict=True))
+    later, last = rng.uniform(1.2, 3), rng.uniform(2, 6.5)
+    ll, ll128, simple = (a * latency + sizes / (rate * b) for a, b in ((1, 0.5), (later, 0.95), (last, 1.0)))
     first, second = 2 ** rng.uniform(14, 19), 2 ** rng.uniform(20, 24)
     return np.where(sizes < first, ll, np.where(sizes < second, ll128, simple))
 
@@ -110,12 +109,12 @@ def simulated(curves: int = 2000, seed: int = 1) -> dict[tuple[str, float], floa
     rng = np.random.default_rng(seed)
     rates = {}
     for noise, (kind, times_of) in itertools.product(NOISES, HEALTHY.items()):
-        said = 0
+        alarms = 0
         for _ in range(curves):
             sizes = _sizes(rng)
             times = times_of(rng, sizes) * np.exp(rng.normal(0, noise, sizes.size))
-            said += bool(bandwidth_drops(sizes, times))
-        rates[kind, noise] = said / curves
+            alarms += bool(bandwidth_drops(sizes, times))
+        rates[kind, noise] = alarms / curves
     for noise, depth in itertools.product(NOISES, DEPTHS):
         found = 0
         for _ in range(curves):

@@ -17,17 +17,11 @@ from dtbench.tests.tiers import pytest_collection_modifyitems  # noqa: F401 - a 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def few_fits() -> Iterator[None]:
-    """A tenth of the usual: no test asks for the last digit of a fitted constant's interval."""
+def few_fits_and_default_width() -> Iterator[None]:
+    """Sets the number of fits to a tenth, since no test needs the last digit of an interval, and removes the width of
+    tables that pytest's workers have in their environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(intervals, "FITS", 10)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def of_no_told_width() -> Iterator[None]:
-    """Tables are as wide as where nothing tells a width; pytest's workers have it in their environment."""
-    with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         yield
 
@@ -48,8 +42,8 @@ def legible() -> Iterator[None]:
 
     def ticks_of(axis: Axis, *where: Any) -> Sequence[float]:
         ticks = spaced(axis, *where)
-        there = {tick for of in axis.ticks for tick in of if axis.low <= tick <= axis.high}
-        assert len(ticks) >= min(3, len(there)), f"{axis}: {ticks}"
+        possible = {tick for kind in axis.ticks for tick in kind if axis.low <= tick <= axis.high}
+        assert len(ticks) >= min(3, len(possible)), f"{axis}: {ticks}"
         return ticks
 
     def drawn(width: float, height: float, paint: Callable[[Any], None], **rest: Any) -> object:
@@ -102,10 +96,10 @@ def bounded() -> Iterator[None]:
     def late(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError(f"takes longer than {_LIMIT_S} s")
 
-    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGALRM, late)
-    resource.setrlimit(resource.RLIMIT_AS, (held + _LIMIT_BYTES, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + _LIMIT_BYTES, before[1]))
     signal.alarm(_LIMIT_S)
     yield
     signal.alarm(0)

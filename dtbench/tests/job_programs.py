@@ -4,6 +4,7 @@ Each runs STEPS optimizer steps. Every rank communicates the same in every step.
 """
 
 import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -66,16 +67,13 @@ def _model() -> nn.Module:
     )
 
 
-def _steps(model: nn.Module | None = None):  # type: ignore[no-untyped-def]
+def _steps(model: nn.Module) -> Iterator[int]:
     """Yields the number of each step, and runs the optimizer after it."""
-    own = [nn.Parameter(torch.ones(1))]
-    own[0].grad = torch.ones(1)
-    optimizer = torch.optim.SGD(model.parameters() if model else own, lr=1e-6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for step in range(STEPS):
         yield step
         optimizer.step()
-        if model:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
 
 
 if __name__ == "__main__":

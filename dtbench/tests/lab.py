@@ -63,9 +63,9 @@ def require_abilities() -> None:
     """Raises UsageError where this machine cannot make namespaces."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
-        lacks = f"{', '.join(missing)} on the PATH" if missing else "root"
         raise UsageError(
-            f"hosts on one machine need Linux, root, iproute2 and util-linux; this one lacks {lacks}"
+            "hosts on one machine need Linux, root, iproute2 and util-linux; this one lacks "
+            + (f"{', '.join(missing)} on the PATH" if missing else "root")
         )
 
 
@@ -94,9 +94,8 @@ def _join(lab: Lab, switch: str) -> None:
     run_tool("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
     for host, (namespace, address) in enumerate(zip(lab.namespaces, lab.addresses.values(), strict=True)):
         inside, port = ("ip", "-n", namespace), f"port{host}"
-        peer = ("peer", "name", port, "netns", switch)
         run_tool(*inside, "link", "set", "lo", "up")
-        run_tool(*inside, "link", "add", INTERFACE, "type", "veth", *peer)
+        run_tool(*inside, "link", "add", INTERFACE, "type", "veth", "peer", "name", port, "netns", switch)
         run_tool(*inside, "link", "set", INTERFACE, "addrgenmode", "none", "up")
         run_tool(*inside, "address", "add", f"{address}/24", "dev", INTERFACE, "noprefixroute")
         # The same congestion control everywhere, whatever the machine's default is.
@@ -157,10 +156,10 @@ def run(lab: Lab, ranks_per_host: int, command: Sequence[str]) -> int:
     programs = {"dtbench": [sys.executable, "-P", "-m", "dtbench"], ".py": [sys.executable, first]}
     program = [*programs.get(Path(first).suffix or first, [first]), *rest]
     with scratch() as folder:
-        named = [("localhost", "127.0.0.1"), *lab.addresses.items()]
+        addresses = {"localhost": "127.0.0.1"} | lab.addresses
         # The mapped addresses are those by which torch's store, on IPv6, asks for the names of its clients.
-        hosts = "".join(f"{prefix}{a} {name}\n" for prefix in ("", "::ffff:") for name, a in named)
-        (folder / "hosts").write_text(hosts)
+        hosts = [f"{prefix}{ip} {name}\n" for prefix in ("", "::ffff:") for name, ip in addresses.items()]
+        (folder / "hosts").write_text("".join(hosts))
         ranks = [
             subprocess.Popen(
                 [*_entry(lab, rank // ranks_per_host, folder / "hosts"), *program],
@@ -185,23 +184,24 @@ def _entry(lab: Lab, host: int, hosts_file: Path) -> list[str]:
     The kernel ends the program together with this process.
     """
     setup = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
-    network = f"--net=/var/run/netns/{lab.namespaces[host]}"
-    inside = ["unshare", "--uts", "--mount", "--", "sh", "-c", setup, "sh"]
-    outside = ["setpriv", "--pdeathsig", "KILL", "nsenter", network, "--"]
-    return [*outside, *inside, list(lab.addresses)[host], str(hosts_file)]
+    return [
+        *("setpriv", "--pdeathsig", "KILL", "nsenter", f"--net=/var/run/netns/{lab.namespaces[host]}", "--"),
+        *("unshare", "--uts", "--mount", "--", "sh", "-c", setup, "sh"),
+        *(list(lab.addresses)[host], str(hosts_file)),
+    ]
 
 
 def _environment(lab: Lab, rank: int, ranks_per_host: int) -> dict[str, str]:
     defaults = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "TP_SOCKET_IFNAME": INTERFACE}
-    place = {
+    launcher = {
         "RANK": rank,
         "WORLD_SIZE": lab.hosts * ranks_per_host,
+        "MASTER_ADDR": next(iter(lab.addresses.values())),
         "MASTER_PORT": _PORT,
         "LOCAL_RANK": rank % ranks_per_host,
         "LOCAL_WORLD_SIZE": ranks_per_host,
     }
-    first = next(iter(lab.addresses.values()))
-    return {**defaults, **os.environ, **{k: str(v) for k, v in place.items()}, "MASTER_ADDR": first}
+    return defaults | dict(os.environ) | {name: str(value) for name, value in launcher.items()}
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Run files with made-up numbers of a plausible shape, for tests only: nothing here was measured."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,37 +147,35 @@ def collectives(
     """
     rng = np.random.default_rng(seed)
     world = math.prod(mesh.values())
-    for dim, ranks in mesh.items():
+    grid = np.arange(world).reshape(tuple(mesh.values()))
+    for (dim, ranks), groups, name, size in itertools.product(mesh.items(), modes, names, sizes):
         bandwidth, latency = truth[dim]
-        for groups in modes:
-            for name in names:
-                for size in sizes:
-                    alone = 2.0 if groups == "alone" else 1.0
-                    true_s = ring_us(name, size, ranks, bandwidth * alone, latency) * 1e-6 * launch_factor
-                    exact = true_s * np.exp(rng.normal(0, noise, samples))
-                    late = rng.exponential(0.3 * true_s, (world, samples))
-                    grid = np.arange(world).reshape(tuple(mesh.values()))
-                    for group in np.moveaxis(grid, list(mesh).index(dim), -1).reshape(-1, ranks):
-                        late[rng.choice(group, samples), np.arange(samples)] = 0.0
-                    by_rank = {str(r): exact + late[r] for r in range(world)}
-                    yield result(
-                        "collectives",
-                        name,
-                        "c10d",
-                        {
-                            "mesh_dim": dim,
-                            "ranks": ranks,
-                            "groups": groups,
-                            "mode": "isolated",
-                            "dtype": "float32",
-                            "size": size,
-                        },
-                        np.max(list(by_rank.values()), axis=0).tolist(),
-                        rank_samples={k: v.tolist() for k, v in by_rank.items()},
-                        size_bytes=size,
-                        factor=BUSBW_FACTOR.get(name, lambda n: (n - 1) / n)(ranks),
-                        launch=launch,
-                    )
+        params = {
+            "mesh_dim": dim,
+            "ranks": ranks,
+            "groups": groups,
+            "mode": "isolated",
+            "dtype": "float32",
+            "size": size,
+        }
+        alone = 2.0 if groups == "alone" else 1.0
+        true_s = ring_us(name, size, ranks, bandwidth * alone, latency) * 1e-6 * launch_factor
+        exact = true_s * np.exp(rng.normal(0, noise, samples))
+        late = rng.exponential(0.3 * true_s, (world, samples))
+        for group in np.moveaxis(grid, list(mesh).index(dim), -1).reshape(-1, ranks):
+            late[rng.choice(group, samples), np.arange(samples)] = 0.0
+        times = exact + late
+        yield result(
+            "collectives",
+            name,
+            "c10d",
+            params,
+            times.max(axis=0).tolist(),
+            rank_samples={str(rank): times[rank].tolist() for rank in range(world)},
+            size_bytes=size,
+            factor=BUSBW_FACTOR.get(name, lambda n: (n - 1) / n)(ranks),
+            launch=launch,
+        )
 
 
 OPS = (
@@ -216,77 +215,78 @@ def slowed(results: Iterable[Result], factor: float | Callable[[Result, int], fl
 
 def dispatch(seed: int = 1) -> Iterator[Result]:
     rng = np.random.default_rng(seed)
-    for mesh, slower in (("8", 1.0), ("2x4", 1.15)):
-        for direction, factor in (
-            ("forward", 1.0),
-            ("forward+requires_grad", 1.7),
-            ("forward+backward", 3.4),
-        ):
-            for name, placements, torch_us, core_us in OPS:
-                for impl, us in (("core", core_us), ("torch", torch_us), ("local", 0.14 * torch_us + 0.5)):
-                    scale = 1e-6 * factor * (1.0 if impl == "local" else slower)
-                    for call, more, count in (("cached", 1.0, 60), ("first", 28.0, 3)):
-                        if call == "first" and impl == "local":
-                            continue
-                        params = {"placements": placements, "mesh": mesh, "pass": direction, "call": call}
-                        samples = us * scale * more * np.exp(rng.normal(0, 0.04, count))
-                        yield result("dispatch", name, impl, params, samples.tolist())
+    meshes = (("8", 1.0), ("2x4", 1.15))
+    passes = (("forward", 1.0), ("forward+requires_grad", 1.7), ("forward+backward", 3.4))
+    calls = (
+        ("core", "cached"),
+        ("core", "first"),
+        ("torch", "cached"),
+        ("torch", "first"),
+        ("local", "cached"),
+    )
+    for (mesh, slower), (direction, factor), op, (impl, call) in itertools.product(
+        meshes, passes, OPS, calls
+    ):
+        name, placements, torch_us, core_us = op
+        us = {"core": core_us * slower, "torch": torch_us * slower, "local": 0.14 * torch_us + 0.5}[impl]
+        more, count = (28.0, 3) if call == "first" else (1.0, 60)
+        params = {"placements": placements, "mesh": mesh, "pass": direction, "call": call}
+        samples = 1e-6 * us * factor * more * np.exp(rng.normal(0, 0.04, count))
+        yield result("dispatch", name, impl, params, samples.tolist())
 
 
 def redistribute(seed: int = 2) -> Iterator[Result]:
     rng = np.random.default_rng(seed)
     steps = {"S(0)->R": 1.0, "S(1)->R": 1.4, "P->R": 2.0, "P->S(0)": 1.1, "S(0)->S(1)": 0.9, "R->S(0)": 0.05}
-    for dim, (bandwidth, latency) in TRUTH.items():
-        for size in (64 * KIB, MIB, 16 * MIB):
-            for name, work in steps.items():
-                for impl, host_us in (("core", 60.0), ("torch", 104.0)):
-                    us = host_us + work * ring_us("all_gather", size, 2, bandwidth, latency)
-                    samples = 1e-6 * us * np.exp(rng.normal(0, 0.05, 20))
-                    params = {"mesh_dim": dim, "ranks": 2, "dtype": "float32", "size": size}
-                    yield result("redistribute", name, impl, params, samples.tolist(), size_bytes=size)
+    sizes, impls = (64 * KIB, MIB, 16 * MIB), (("core", 60.0), ("torch", 104.0))
+    for dim, size, (name, work), (impl, host_us) in itertools.product(TRUTH, sizes, steps.items(), impls):
+        us = host_us + work * ring_us("all_gather", size, 2, *TRUTH[dim])
+        samples = 1e-6 * us * np.exp(rng.normal(0, 0.05, 20))
+        params = {"mesh_dim": dim, "ranks": 2, "dtype": "float32", "size": size}
+        yield result("redistribute", name, impl, params, samples.tolist(), size_bytes=size)
 
 
 def bucketer(seed: int = 3) -> Iterator[Result]:
     rng = np.random.default_rng(seed)
     total = 64 * MIB
-    for tensor in (16 * KIB, 256 * KIB):
-        for bucket in (MIB, 4 * MIB, 16 * MIB, 64 * MIB):
-            limit_s = ring_us("reduce_scatter", total, 2, 1.6, 90) * 1e-6
-            times = {
-                "core": limit_s * (1.1 + 0.02 * 64 * MIB / bucket / 4 + 40 * KIB / tensor / 8),
-                "unbucketed": total / tensor * ring_us("reduce_scatter", tensor, 2, 1.6, 90) * 1e-6,
-                "limit": limit_s,
-            }
-            params = {
-                "mesh_dim": "dp",
-                "ranks": 2,
-                "dtype": "float32",
-                "tensor_bytes": tensor,
-                "bucket_bytes": bucket,
-                "total_bytes": total,
-            }
-            for impl, seconds in times.items():
-                calls = {"core": total // bucket, "unbucketed": total // tensor, "limit": 1}[impl]
-                yield result(
-                    "bucketer",
-                    "reduce_scatter",
-                    impl,
-                    params,
-                    (seconds * np.exp(rng.normal(0, 0.05, 12))).tolist(),
-                    size_bytes=total,
-                    factor=0.5,
-                    counters={"collectives": calls, "bytes_copied": total, "peak_bytes": bucket * 2},
-                )
+    limit_s = ring_us("reduce_scatter", total, 2, 1.6, 90) * 1e-6
+    for tensor, bucket in itertools.product((16 * KIB, 256 * KIB), (MIB, 4 * MIB, 16 * MIB, 64 * MIB)):
+        params = {
+            "mesh_dim": "dp",
+            "ranks": 2,
+            "dtype": "float32",
+            "tensor_bytes": tensor,
+            "bucket_bytes": bucket,
+            "total_bytes": total,
+        }
+        unbucketed_s = total / tensor * ring_us("reduce_scatter", tensor, 2, 1.6, 90) * 1e-6
+        for impl, seconds, calls in (
+            ("core", limit_s * (1.1 + 0.02 * 64 * MIB / bucket / 4 + 40 * KIB / tensor / 8), total // bucket),
+            ("unbucketed", unbucketed_s, total // tensor),
+            ("limit", limit_s, 1),
+        ):
+            yield result(
+                "bucketer",
+                "reduce_scatter",
+                impl,
+                params,
+                (seconds * np.exp(rng.normal(0, 0.05, 12))).tolist(),
+                size_bytes=total,
+                factor=0.5,
+                counters={"collectives": calls, "bytes_copied": total, "peak_bytes": bucket * 2},
+            )
 
 
 def tensor_parallel(seed: int = 4) -> Iterator[Result]:
     rng = np.random.default_rng(seed)
-    for name, work in (("mlp", 1.0), ("attention", 1.7)):
-        for direction, factor in (("forward", 1.0), ("forward+backward", 2.9)):
-            for impl, ms in (("core", 2.6), ("torch", 3.1), ("local", 1.9)):
-                samples = 1e-3 * ms * work * factor * np.exp(rng.normal(0, 0.06, 20))
-                params = {"mesh_dim": "tp", "ranks": 2, "pass": direction, "dtype": "float32", "hidden": 512}
-                yield result("tensor_parallel", name, impl, params, samples.tolist())
+    for (name, work), (direction, factor), (impl, ms) in itertools.product(
+        (("mlp", 1.0), ("attention", 1.7)),
+        (("forward", 1.0), ("forward+backward", 2.9)),
+        (("core", 2.6), ("torch", 3.1), ("local", 1.9)),
+    ):
+        samples = 1e-3 * ms * work * factor * np.exp(rng.normal(0, 0.06, 20))
+        params = {"mesh_dim": "tp", "ranks": 2, "pass": direction, "dtype": "float32", "hidden": 512}
+        yield result("tensor_parallel", name, impl, params, samples.tolist())
 
 
 def everything(**changes: Any) -> Run:

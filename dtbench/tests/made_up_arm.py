@@ -95,5 +95,4 @@ def made_up_arm(folder: Path, **variables: str) -> Arm:
     for module in (loader, messages, workers):
         (package / Path(*module.__name__.split(".")[1:])).with_suffix(".py").write_text(getsource(module))
     text = "env:" + ",".join(f"{k}={v}" for k, v in variables.items())
-    path = (str(folder / "sources"),)
-    return Arm(text, "made up", sys.executable, path, variables, folder, "", "3.11.7", "0")
+    return Arm(text, "made up", sys.executable, (str(package.parent),), variables, folder, "", "3.11.7", "0")

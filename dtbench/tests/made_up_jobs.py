@@ -20,40 +20,43 @@ CALLS = (
 
 
 def rank_job(rank: int, late_s: float = 0.0, **fields: Any) -> RankJob:
-    parts = [
-        StepParts(
-            step_s=STEP_S + late_s,
-            computation_s=0.29 + late_s,
-            communication_s=0.15,
-            exposed_s=0.07 - late_s / 2,
-            copy_s=0.004,
-            idle_s=0.03,
-            host_bound_s=0.012,
-        )
-    ] * STEPS
-    total = {name: STEPS * getattr(parts[0], name) for name in StepParts.__struct_fields__[1:]}
-    dims = [("dp", 0.1, 0.055 - late_s / 2), ("tp", 0.045, 0.014), ("world", 0.0001, 0.0001)]
-    known: dict[str, Any] = {
-        "source": f"rank{rank}.json.gz",
-        "host": f"node{rank // 4}",
-        "device": "NVIDIA H100 80GB HBM3",
-        "steps": STEPS,
-        "steps_source": "ProfilerStep#",
-        "step_s": STEP_S + late_s,
-        "span_s": STEPS * (STEP_S + late_s),
-        "each_step": tuple(parts),
-        "dims": tuple(
+    parts = StepParts(
+        step_s=STEP_S + late_s,
+        computation_s=0.29 + late_s,
+        communication_s=0.15,
+        exposed_s=0.07 - late_s / 2,
+        copy_s=0.004,
+        idle_s=0.03,
+        host_bound_s=0.012,
+    )
+    total = {name: STEPS * getattr(parts, name) for name in StepParts.__struct_fields__[1:]}
+    job = RankJob(
+        rank=rank,
+        source=f"rank{rank}.json.gz",
+        host=f"node{rank // 4}",
+        device="NVIDIA H100 80GB HBM3",
+        steps=STEPS,
+        steps_source="ProfilerStep#",
+        step_s=STEP_S + late_s,
+        span_s=STEPS * (STEP_S + late_s),
+        each_step=(parts,) * STEPS,
+        dims=tuple(
             DimParts(
                 mesh_dim=dim,
                 communication_s=STEPS * comm,
                 exposed_s=STEPS * exposed,
                 waiting_s=STEPS * exposed / 2,
             )
-            for dim, comm, exposed in dims
+            for dim, comm, exposed in (
+                ("dp", 0.1, 0.055 - late_s / 2),
+                ("tp", 0.045, 0.014),
+                ("world", 0.0001, 0.0001),
+            )
         ),
-        "clock_error_s": 2e-6,
-    }
-    return RankJob(rank=rank, **total, **{**known, **fields})
+        clock_error_s=2e-6,
+        **total,
+    )
+    return replace(job, **fields)
 
 
 def collectives(rank: int, calls: Sequence[tuple[Any, ...]] = CALLS) -> list[Collective]:
@@ -89,8 +92,8 @@ def lanes(rank: int, late_s: float) -> list[Lane]:
         tp.append((at + 0.75 * took, at + 0.97 * took))
         exposed.append((at + 0.75 * took, at + 0.97 * took))
         at += took
-    named = {"computation": computation, "communication dp": dp, "communication tp": tp, "exposed": exposed}
-    return [Lane(rank=rank, name=name, intervals=tuple(of)) for name, of in named.items()]
+    lanes = {"computation": computation, "communication dp": dp, "communication tp": tp, "exposed": exposed}
+    return [Lane(rank=rank, name=name, intervals=tuple(intervals)) for name, intervals in lanes.items()]
 
 
 def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
@@ -107,19 +110,19 @@ def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
         late_s={str(late): 3.1e-3, "1": 0.2e-3},
         unclear=18,
     )
-    known: dict[str, Any] = {
-        "label": "job-new",
-        "command": ("torchrun", "--nproc-per-node", "8", "train.py", "--steps", "20"),
-        "world_size": ranks,
-        "backend": "nccl",
-        "torch": "2.9.0",
-        "ranks": tuple(rank_job(rank, late_s[rank]) for rank in range(ranks)),
-        "collectives": tuple(collective for rank in range(ranks) for collective in collectives(rank)),
-        "waits": (dp, replace(dp, mesh_dim="tp", group_size=4, last_counts={}, late_s={}, unclear=192)),
-        "aligned_by": "ends of collectives",
-        "drawn_step": 12,
-        "drawn_s": STEP_S + late_s.get(late, 0.0),
-        "lanes": tuple(lane for rank in range(ranks) for lane in lanes(rank, late_s[rank])),
-        "notes": ("excluded 2 events with an impossible duration",),
-    }
-    return Job(**{**known, **fields})
+    job = Job(
+        label="job-new",
+        command=("torchrun", "--nproc-per-node", "8", "train.py", "--steps", "20"),
+        world_size=ranks,
+        backend="nccl",
+        torch="2.9.0",
+        ranks=tuple(rank_job(rank, late_s[rank]) for rank in range(ranks)),
+        collectives=tuple(collective for rank in range(ranks) for collective in collectives(rank)),
+        waits=(dp, replace(dp, mesh_dim="tp", group_size=4, last_counts={}, late_s={}, unclear=192)),
+        aligned_by="ends of collectives",
+        drawn_step=12,
+        drawn_s=STEP_S + late_s.get(late, 0.0),
+        lanes=tuple(lane for rank in range(ranks) for lane in lanes(rank, late_s[rank])),
+        notes=("excluded 2 events with an impossible duration",),
+    )
+    return replace(job, **fields)

@@ -61,20 +61,17 @@ def table(
     wrong: Callable[[int, bool], str] = lambda _size, _in_place: "0",
 ) -> str:
     """A log of one table."""
-    lines: list[str] = []
-    name = PROGRAMS.get(collective, collective)
-    if layout.head:
-        lines += [
-            "# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807",
-            f"# Collective test starting: {name}_perf",
-            "# nThread 1 nGpus 1 minBytes 8 maxBytes 128 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1",
-            "#",
-            "# Using devices",
-        ]
-        lines += [
+    head = [
+        "# nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807",
+        f"# Collective test starting: {PROGRAMS.get(collective, collective)}_perf",
+        "# nThread 1 nGpus 1 minBytes 8 maxBytes 128 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1",
+        "#",
+        "# Using devices",
+        *(
             f"#  Rank {r:2} Group  0 Pid {9000 + r} on node-{7 + r * hosts // ranks} device {r:2} [1b:00] NVIDIA H100"
             for r in range(ranks)
-        ]
+        ),
+    ]
     op, factor = redop or ("sum" if collective in REDUCES else "none"), busbw_factor(collective, ranks)
 
     def row(size: int) -> str:
@@ -92,24 +89,20 @@ def table(
             parts.append(f"  {digits(us, 7)}  {digits(algbw, 6)}  {digits(algbw * factor, 6)}  {check:>6}")
         return "".join(part + layout.cut(i) for i, part in enumerate(parts)) + "\n"
 
-    rows = list(map(row, sizes))
+    rows = "".join(map(row, sizes)).splitlines()
     checks = [wrong(size, in_place) for size in sizes for in_place in (False, True)]
     bad = sum(text != "0" for text in checks) if layout.era == "modern" else 0
-    lines += ["#", *_titles(collective, layout.era)]
-    foot = []
-    if layout.foot:
-        foot += [
-            f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
-            "# Avg bus bandwidth    : 1.0 ",
-            "#",
-        ]
-    texts = [*(f"{x}\n" for x in lines), *rows, *(f"{x}\n" for x in foot)]
-    return "".join(layout.tag + line for line in "".join(texts).splitlines(keepends=True))
+    foot = [
+        f"# Out of bounds values : {bad} {'FAILED' if bad else 'OK'}",
+        "# Avg bus bandwidth    : 1.0 ",
+        "#",
+    ]
+    lines = [*head * layout.head, "#", *_titles(collective, layout.era), *rows, *foot * layout.foot]
+    return "".join(f"{layout.tag}{line}\n" for line in lines)
 
 
 def _titles(collective: str, era: str) -> list[str]:
     first = "#       size         count      type"
-    units = "#        (B)    (elements)"
     if era == "modern":
         first, check = f"{first}   redop    root", "#wrong"
     else:
@@ -119,7 +112,7 @@ def _titles(collective: str, era: str) -> list[str]:
     return [
         "#                 out-of-place            in-place",
         first + 2 * group,
-        units + " " * 20 + 2 * unit,
+        "#        (B)    (elements)" + " " * 20 + 2 * unit,
     ]
 
 
@@ -152,16 +145,8 @@ def rccl_csv(head: str, row: str, sizes: Sequence[int] = SIZES, ranks: int = 8) 
         for in_place in (False, True):
             us = time_us(size, in_place)
             algbw = size / us / 1e3
-            values = (
-                size,
-                '"float"',
-                '"sum"',
-                int(in_place),
-                us,
-                algbw,
-                algbw * busbw_factor("all_reduce", ranks),
-                '"0"',
-            )
+            busbw = algbw * busbw_factor("all_reduce", ranks)
+            values = (size, '"float"', '"sum"', int(in_place), us, algbw, busbw, '"0"')
             lines.append(row.format(("," if ", " not in head else ", ").join(map(str, values))))
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,7 @@ def kernel(ts: float, dur: float, name: str = "gemm", stream: int = 7, **args: A
 
 def nccl(ts: float, dur: float, name: str = "all_reduce", elements: int = 1000, **args: Any) -> Event:
     """A kernel of NCCL that says all of itself, over ranks 0 and 1."""
-    said = {
+    described = {
         "Collective name": name,
         "In msg nelems": elements,
         "Out msg nelems": elements,
@@ -28,7 +28,7 @@ def nccl(ts: float, dur: float, name: str = "all_reduce", elements: int = 1000, 
         "Process Group Name": "1",
         "Process Group Ranks": "[0, 1]",
     }
-    return kernel(ts, dur, "ncclDevKernel_Generic(x)", 20, **said | args)
+    return kernel(ts, dur, "ncclDevKernel_Generic(x)", 20, **described | args)
 
 
 def launch(ts: float, correlation: int) -> Event:
@@ -51,12 +51,12 @@ def gloo(
     ts: float, dur: float, name: str = "allreduce", tid: int = 50, late: float = 5, **args: Any
 ) -> list[Event]:
     """A call of c10d and what carries it, `late` us later; shapes [[1000]] of floats."""
-    said = {"Input Dims": [[[1000]]], "Input type": ["TensorList"]} | args
-    carried = {"Input Dims": [[1000]], "Input type": ["float"]} | args
+    of_call = {"Input Dims": [[[1000]]], "Input type": ["TensorList"]} | args
+    of_transfer = {"Input Dims": [[1000]], "Input type": ["float"]} | args
     kind = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(name, name)
     return [
-        op(f"c10d::{name}_", ts, late, **said),
-        event(f"gloo:{kind}", ts + late, dur, "user_annotation", tid, **carried),
+        op(f"c10d::{name}_", ts, late, **of_call),
+        event(f"gloo:{kind}", ts + late, dur, "user_annotation", tid, **of_transfer),
     ]
 
 

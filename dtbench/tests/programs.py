@@ -25,7 +25,7 @@ RANK = (sys.executable, "-P", "-m", "dtbench.rank_main")
 
 def environment() -> dict[str, str]:
     """This process's, without what makes a process a rank, or pytest a worker (which does not measure)."""
-    of_others = (
+    prefixes = (
         "DTBENCH_",
         "SLURM_",
         "TORCHELASTIC_",
@@ -36,11 +36,12 @@ def environment() -> dict[str, str]:
         "MV2_",
         "FLUX_",
     )
-    env = {name: value for name, value in os.environ.items() if not name.startswith(of_others)}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH"):
-        env.pop(name, None)
-    env.pop("PYTEST_ADDOPTS", None)
-    return env | {"OMP_NUM_THREADS": "1"}
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTEST_ADDOPTS"}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(prefixes) and name not in names
+    } | {"OMP_NUM_THREADS": "1"}
 
 
 def start_fresh(*command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

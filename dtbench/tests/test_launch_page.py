@@ -44,26 +44,30 @@ def bash(tmp_path: Path) -> Bash:
 
 def test_an_sbatch_script_starts_the_command(bash: Bash, tmp_path: Path) -> None:
     (tmp_path / "job.sh").write_text(FILES["job.sh"])
-    output = bash([str(tmp_path / "job.sh")], {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_NODEID": "1"})
-    assert output == [*TORCHRUN, *COMMAND]
-    options = [line for line in FILES["job.sh"].splitlines() if line.startswith("#SBATCH")]
-    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"} <= set(options)
+    env = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_NODEID": "1"}
+    assert bash([str(tmp_path / "job.sh")], env) == [*TORCHRUN, *COMMAND]
+    options = {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"}
+    assert options <= set(FILES["job.sh"].splitlines())
 
 
 def test_a_skypilot_task_starts_the_command(bash: Bash) -> None:
     task = yaml.safe_load(FILES["task.yaml"])
-    output = bash(["-c", task["run"]], {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "host-a\nhost-b"})
-    assert output == [*TORCHRUN, *COMMAND]
+    env = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "host-a\nhost-b"}
+    assert bash(["-c", task["run"]], env) == [*TORCHRUN, *COMMAND]
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "H100:8")
 
 
 def test_a_trainjob_holds_the_command() -> None:
     """trainer.kubeflow.org/v1alpha1: https://www.kubeflow.org/docs/components/trainer/."""
     job = yaml.safe_load(FILES["job.yaml"])
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     trainer = job["spec"]["trainer"]
     assert trainer["command"] + trainer["args"] == ["torchrun", *COMMAND[:-1], "/data/run.jsonl"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert (job["apiVersion"], job["kind"], trainer["numNodes"], trainer["numProcPerNode"]) == (
+        "trainer.kubeflow.org/v1alpha1",
+        "TrainJob",
+        2,
+        8,
+    )
 
 
 def test_a_torchx_component_starts_the_command(bash: Bash, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from dtbench.cost.plan.machines import (
     NodeLinks,
     built_in,
     find_machine,
-    machine_called,
 )
 from dtbench.cost.plan.step import ITEM, StepTime, bytes_per_step, memory_of, model_flops, predict_step
 from dtbench.cost.plan.training import (
@@ -436,8 +435,3 @@ def test_system_is_found_however_it_is_spelt() -> None:
     assert all(named(system.name) == [system.name] for system in systems)
     with pytest.raises(UsageError, match=r"'8xH1000-AWS': nearest are .*8xH100-AWS-p5.*; expected one of"):
         named("8xH1000-AWS")
-
-
-def test_table_of_steps_names_a_system_by_count() -> None:
-    machines = {"8xH100": "h100-8x", "8xb200": "b200-8x", "DGX-H100": "h100-8x", "2x": None}
-    assert {name: machine_called(name) for name in machines} == machines

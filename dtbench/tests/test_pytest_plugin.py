@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dtbench.pytest_plugin import id_of
-
 ROOT = Path(__file__).parents[2]
 SUITE = """
 import torch
@@ -32,7 +30,7 @@ def sums(plan):
 
 @suite("sim", world="simulated", help="of one process")
 def sim(plan):
-    params = {"placements": "S(0),R", "size": 2**20}
+    params = {"placements": "P->S(0),R", "mesh_dim": "dp+tp", "note": "a b", "size": 2**20}
     yield Case("add", params, build={"core": lambda world: build(world, 8), "torch": lambda world: build(world, 8)})
 
 
@@ -67,17 +65,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_pytest(folder: Path, *words: str, stderr: int = subprocess.PIPE) -> str:
+    options = ("-p", "dtbench.pytest_plugin", "-p", "no:cacheprovider")
     paths = os.pathsep.join(str(ROOT / name) for name in ("", "core", "suites"))
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-p", "dtbench.pytest_plugin", "-p", "no:cacheprovider"],
-        *words,
-    ]
     # A worker of xdist's would time nothing.
     outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment = outer | {"PYTHONPATH": paths, "COLUMNS": "100"}
     return subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
+        [sys.executable, "-m", "pytest", *options, *words],
+        cwd=folder,
+        env=outer | {"PYTHONPATH": paths, "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
     ).stdout
 
 
@@ -101,7 +99,10 @@ QUICK = ("--dtbench-quick", "--dtbench-rounds", "1", "-k")
 @pytest.mark.parametrize(
     ("words", "outcome"),
     [
-        (("my_suite.py", *QUICK, "S0-R and torch and size:1048576"), "1 passed, 5 deselected"),
+        (
+            ("my_suite.py", *QUICK, "P-S0-R-mesh_dim:dp+tp-note:a-b-size:1048576-torch"),
+            "1 passed, 5 deselected",
+        ),
         # Files of tests keep their suites to themselves, and find no process group of a suite's.
         (("test_mixed.py", *QUICK, "own or add"), "1 passed in"),
         (("mixed.py", *QUICK, "own or add"), "3 passed, 4 deselected"),
@@ -149,15 +150,9 @@ def test_session_without_suites_ignores_partial_launcher_variables(
 
 def test_session_ends_in_one_line_if_ranks_cannot_join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("localhost", 0)) as server:
-        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DTBENCH_JOIN_TIMEOUT": "2"}
-        for name, value in (place | {"MASTER_PORT": str(server.getsockname()[1])}).items():
+        launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "DTBENCH_JOIN_TIMEOUT": "2"}
+        for name, value in (launcher | {"MASTER_PORT": str(server.getsockname()[1])}).items():
             monkeypatch.setenv(name, value)
         out = run_pytest(folder, "my_suite.py", "--dtbench-quick", stderr=subprocess.STDOUT)
     (line,) = [line for line in out.splitlines() if "dtbench: " in line]  # after the dots of tests
     assert "rank 0 cannot serve the TCPStore of rank 0 at localhost:" in line and "Traceback" not in out, out
-
-
-def test_id_of_can_be_selected_by_k() -> None:
-    assert id_of("P->S(0)", {"mesh": "2x4", "mesh_dim": "dp+tp", "x": "a b"}, "core") == (
-        "P-S0-mesh:2x4-mesh_dim:dp+tp-x:a-b-core"
-    )

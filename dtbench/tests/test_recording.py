@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.tests.programs import environment
+from dtbench.tests.programs import environment, start_fresh
 from dtbench.traces.job import read_job
 from dtbench.traces.recording import Recording, record
 
@@ -60,9 +59,7 @@ def train(
 
 
 def read(trace: Path) -> dict[str, Any]:
-    with gzip.open(trace) as file:
-        read: dict[str, Any] = json.load(file)
-    return read
+    return dict(json.loads(gzip.decompress(trace.read_bytes())))
 
 
 def steps_of(trace: Path) -> list[str]:
@@ -74,16 +71,14 @@ def steps_of(trace: Path) -> list[str]:
 
 
 def test_a_program_without_torch_is_as_it_would_be(job: Callable[..., Recording], tmp_path: Path) -> None:
-    before = subprocess.run(
-        [sys.executable, "-c", SEEN], env=environment(), capture_output=True, text=True
-    ).stdout
+    plain = start_fresh(sys.executable, "-c", SEEN)
     recording = job(
         f"import sys; out = open({str(tmp_path / 'seen')!r}, 'w'); sys.stdout = out\n{SEEN}\nsys.exit(3)"
     )
     paths, modules = eval((tmp_path / "seen").read_text())
-    own_paths, own_modules = eval(before)
-    assert paths[1:] == own_paths[1:] and modules - own_modules <= {"sitecustomize"}
-    assert recording.exit_code == 3 and recording.traces == ()
+    plain_paths, plain_modules = eval(plain.stdout)
+    assert paths[1:] == plain_paths[1:] and modules - plain_modules <= {"sitecustomize"}
+    assert (recording.exit_code, recording.traces) == (3, ())
     assert "no Python process joined a process group" in recording.notes[0]
 
 
@@ -93,10 +88,8 @@ SEEN = "import sys; print((sys.path, set(sys.modules)))"
 def test_the_users_own_sitecustomize_runs(
     job: Callable[..., Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "sitecustomize.py").write_text("HELD = 7")
-    monkeypatch.setenv("PYTHONPATH", str(own))
+    (tmp_path / "sitecustomize.py").write_text("HELD = 7")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert job("import sys, sitecustomize; sys.exit(sitecustomize.HELD)").exit_code == 7
 
 
@@ -133,31 +126,28 @@ def test_a_command_that_cannot_be_started_gets_one_line(tmp_path: Path, command:
 
 def test_in_a_rank_the_window_comes_after_the_warm_up(job: Callable[..., Recording], tmp_path: Path) -> None:
     recording = train(job, tmp_path, steps=20)
-    assert recording.exit_code == 0 and recording.notes == ()
-    assert [path.name for path in recording.traces] == ["rank0.json.gz"]
-    assert steps_of(recording.traces[0]) == ["ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"]
-    about = read(recording.traces[0])["dtbench"]
+    (trace,) = recording.traces
+    assert (recording.exit_code, recording.notes, trace.name) == (0, (), "rank0.json.gz")
+    assert steps_of(trace) == ["ProfilerStep#5", "ProfilerStep#6", "ProfilerStep#7"]
+    about = read(trace)["dtbench"]
     assert about["device"] == "cpu" and list(about["gloo_threads"].values()) == ["0", "0"]
 
 
 def test_in_a_rank_early_end_reports_how_many_steps_are_complete(
     job: Callable[..., Recording], tmp_path: Path
 ) -> None:
+    # `steps` of the recording, not of the program.
     recording = job(TRAINING.replace("STEP", "pass"), str(tmp_path / "store"), "12", steps=100)
     assert (recording.exit_code, recording.notes) == (0, ())
-    assert read(recording.traces[0])["dtbench_window"] == {
-        "asked": 100,
-        "whole": 7,
-        "why": "the program ended",
-    }
-    assert steps_of(recording.traces[0])[-1] == "ProfilerStep#12"  # no optimizer's step ends it
+    (trace,) = recording.traces
+    assert read(trace)["dtbench_window"] == {"asked": 100, "whole": 7, "why": "the program ended"}
+    assert steps_of(trace)[-1] == "ProfilerStep#12"  # no optimizer's step ends it
     figures = read_job(recording.traces)
-    left_out = figures.ranks[
-        0
-    ].excluded_steps  # the partial step, and on a busy machine a first one that outlies
-    assert left_out >= 1 and figures.ranks[0].steps + left_out == 8
+    (rank,) = figures.ranks
+    # The partial step is excluded, and on a busy machine a first one that outlies.
+    assert rank.excluded_steps >= 1 and rank.steps + rank.excluded_steps == 8
     assert "rank 0: 7 of the 100 requested steps were recorded: the program ended" in figures.notes
-    assert [call.calls_in_steps for call in figures.collectives] == [figures.ranks[0].steps]
+    assert [call.calls_in_steps for call in figures.collectives] == [rank.steps]
 
 
 def test_in_a_rank_nothing_stays_hooked_after_the_window(
@@ -174,20 +164,18 @@ def test_in_a_rank_nothing_stays_hooked_after_the_window(
 
 def test_in_a_rank_too_few_steps_say_what_to_do(job: Callable[..., Recording], tmp_path: Path) -> None:
     recording = train(job, tmp_path, steps=3)
-    assert recording.traces == () and recording.exit_code == 0
-    assert "ended after 3 steps" in recording.notes[0] and "--warmup" in recording.notes[0]
+    assert (recording.traces, recording.exit_code) == ((), 0)
+    assert re.search("ended after 3 steps.*--warmup", recording.notes[0])
 
 
 def test_in_a_rank_what_was_recorded_before_an_exception_is_kept(
     job: Callable[..., Recording], tmp_path: Path
 ) -> None:
     recording = train(job, tmp_path, 'if step == 6: raise ValueError("no data")')
-    assert recording.exit_code == 1 and steps_of(recording.traces[0])[:2] == [
-        "ProfilerStep#5",
-        "ProfilerStep#6",
-    ]
-    assert re.fullmatch(
-        r"rank 0 stopped at train.py:10 in <module> \(ValueError: no data\)", recording.notes[0]
+    assert steps_of(recording.traces[0])[:2] == ["ProfilerStep#5", "ProfilerStep#6"]
+    assert (recording.exit_code, recording.notes[0]) == (
+        1,
+        "rank 0 stopped at train.py:10 in <module> (ValueError: no data)",
     )
 
 
@@ -223,9 +211,8 @@ def test_in_a_rank_the_whole_run_of_a_program_without_an_optimizer(
     job: Callable[..., Recording], tmp_path: Path
 ) -> None:
     program = TRAINING.replace("optimizer.step()", "pass").replace("STEP", "pass")
-    recording = job(program, str(tmp_path / "store"), "4", steps=0)
-    names = [event["name"] for event in read(recording.traces[0])["traceEvents"]]
-    assert names.count("gloo:all_reduce") == 4
+    (trace,) = job(program, str(tmp_path / "store"), "4", steps=0).traces
+    assert [event["name"] for event in read(trace)["traceEvents"]].count("gloo:all_reduce") == 4
 
 
 # ------------------------------------------------------------------ ranks under torchrun
@@ -234,13 +221,12 @@ def test_in_a_rank_the_whole_run_of_a_program_without_an_optimizer(
 def test_under_torchrun_ranks_record_the_same_steps(tmp_path: Path) -> None:
     recording = record([*TORCHRUN, "4", str(JOBS), "mesh_torch"], tmp_path)
     assert recording.exit_code == 0 and len(recording.traces) == 4
-    traces = [read(path) for path in recording.traces]
     assert len({tuple(steps_of(path)) for path in recording.traces}) == 1
-    for trace in traces:
-        of_thread = trace["dtbench"]["gloo_threads"]
+    for trace in map(read, recording.traces):
+        group_of_thread = trace["dtbench"]["gloo_threads"]
         groups = {group["pg_name"]: group["pg_desc"] for group in trace["distributedInfo"]["pg_config"]}
         seen = {
-            (groups[of_thread[str(event["tid"])]], tuple(event["args"]["Input Dims"][0]))
+            (groups[group_of_thread[str(event["tid"])]], tuple(event["args"]["Input Dims"][0]))
             for event in trace["traceEvents"]
             if event["name"].startswith("gloo:")
         }

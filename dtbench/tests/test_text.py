@@ -89,9 +89,8 @@ def test_significant_digits_round_and_never_drop_a_digit(value: float, digits: i
 
 
 def test_unit_of_a_column_fits_its_values() -> None:
-    unit = units.time_unit([4e-6, 5e-6, 9e-6, 3e-3, 0.0])
-    assert unit.name == "µs"
-    assert [unit.format(v) for v in (4e-6, 3e-3, 0.0, None)] == ["4.000", "3000", "0", "-"]
-    assert units.time_unit([]).name == "s"
-    assert units.time_unit([1e-12]).name == "ns"
+    columns = ([4e-6, 5e-6, 9e-6, 3e-3, 0.0], [], [1e-12])
+    assert [units.time_unit(times).name for times in columns] == ["µs", "s", "ns"]
+    formatted = [units.time_unit(columns[0]).format(seconds) for seconds in (4e-6, 3e-3, 0.0, None)]
+    assert formatted == ["4.000", "3000", "0", "-"]
     assert units.bandwidth_unit([5e8, 7e8, 3e9]).name == "MB/s"

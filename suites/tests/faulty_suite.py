@@ -36,11 +36,12 @@ def spoiled_output(right: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the collective with a fault in its output, which is its first argument."""
 
     def call(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        done = right(output, *args, **kwargs)
-        if isinstance(done, dist.Work):
-            done.wait()
+        work = right(output, *args, **kwargs)
+        if isinstance(work, dist.Work):
+            work.wait()
+            work = Finished()
         spoil(output)
-        return Finished() if isinstance(done, dist.Work) else done
+        return work
 
     return call
 
@@ -93,10 +94,10 @@ def faults() -> list[Fault]:
     outputs = [(m, "reduce_scatter_single") for m in (collectives, bucketer, bucketer_reference)]
     outputs += [(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "scatter")]
     outputs += [(collectives, "all_gather_single"), (comm, "reduce_scatter"), (overlap, "use")]
-    libraries = (dtbench_core, torch.distributed.tensor)
     return [
         *((owner, name, spoiled_output) for owner, name in outputs),
-        *((library.DTensor, "redistribute", spoiled_result) for library in libraries),
+        (dtbench_core.DTensor, "redistribute", spoiled_result),
+        (torch.distributed.tensor.DTensor, "redistribute", spoiled_result),
         (tensor_parallel, "parallelize", spoiled_model),
         (embedding, "step_of", spoiled_step),
     ]
@@ -139,5 +140,5 @@ SPOILED = {
 def faulty_suite(options: RunOptions) -> Iterator[Case]:
     for name, spoiled in SPOILED.items():
         for case in load([name])[0].cases(options):
-            builds = {impl: faulty(build, spoiled) for impl, build in case.build.items()}
-            yield dataclasses.replace(case, name=f"{name} {case.name}", build=builds, samples=2)
+            build = {impl: faulty(build, spoiled) for impl, build in case.build.items()}
+            yield dataclasses.replace(case, name=f"{name} {case.name}", build=build, samples=2)

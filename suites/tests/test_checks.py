@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -40,20 +41,18 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 21])
 def test_sum_of_values_is_exact_in_any_order(dtype: torch.dtype, ranks: int):
     terms = [summed_values(r, ranks, 37, dtype, CPU, start=3) for r in range(ranks)]
-    want = sum_of_values(ranks, 37, dtype, CPU, start=3)
     for order in (terms, terms[::-1]):
         total = torch.zeros(37, dtype=dtype)
         for term in order:
             total += term
-        assert torch.equal(total, want)
+        assert torch.equal(total, sum_of_values(ranks, 37, dtype, CPU, start=3))
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 8))
 def test_sums_that_omit_or_repeat_a_rank_differ(ranks: Any):
-    terms = [summed_values(r, ranks, 10, torch.float32, CPU) for r in range(ranks)]
     want = sum_of_values(ranks, 10, torch.float32, CPU)
-    for term in terms:
-        assert not torch.equal(want - term, want)
+    for rank in range(ranks):
+        assert not torch.equal(want - summed_values(rank, ranks, 10, torch.float32, CPU), want)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +70,16 @@ def test_gathers_of_cuda_tensors_on_gloo_are_skipped(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
-    mesh: Any = SimpleNamespace(device_type=device, get_group=object)
     crashes = device == "cuda" and "gloo" in backend
     with pytest.raises(Skip, match="SIGSEGV") if crashes else contextlib.nullcontext():
-        skip_cuda_gathers_on_gloo(mesh)
+        skip_cuda_gathers_on_gloo(SimpleNamespace(device_type=device, get_group=object))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_moved_values_are_exact_and_differ_between_ranks(dtype: torch.dtype):
-    sent = [moved_values(r, 64, dtype, CPU) for r in range(16)]
-    exact = [moved_values(r, 64, torch.int64, CPU) for r in range(16)]
-    for r, (values, integers) in enumerate(zip(sent, exact, strict=True)):
-        assert torch.equal(values.to(torch.int64), integers)
-        assert all(not torch.equal(values, earlier) for earlier in sent[:r])
+    sent = torch.stack([moved_values(rank, 64, dtype, CPU) for rank in range(16)])
+    exact = torch.stack([moved_values(rank, 64, torch.int64, CPU) for rank in range(16)])
+    assert torch.equal(sent.to(torch.int64), exact) and len(exact.unique(dim=0)) == 16
 
 
 def test_mismatch_reports_the_first_wrong_element():
@@ -95,11 +91,16 @@ def test_mismatch_reports_the_first_wrong_element():
 
 
 @pytest.mark.parametrize("rtol", [0.0, 1e-3])
-def test_mismatch_reports_nan_shape_and_dtype(rtol: float):
-    want = torch.ones(4)
-    assert "nan" in str(mismatch(torch.tensor([1.0, 1, torch.nan, 1]), want, rtol=rtol))
-    assert "(5,)" in str(mismatch(torch.ones(5), want, rtol=rtol))
-    assert "float64" in str(mismatch(torch.ones(4, dtype=torch.float64), want, rtol=rtol))
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        (torch.tensor([1.0, 1, torch.nan, 1]), "nan"),
+        (torch.ones(5), "(5,)"),
+        (torch.ones(4, dtype=torch.float64), "float64"),
+    ],
+)
+def test_mismatch_reports_nan_shape_and_dtype(got: torch.Tensor, message: str, rtol: float):
+    assert message in str(mismatch(got, torch.ones(4), rtol=rtol))
 
 
 # ----------------------------------------------------------------------------- dispatch, simulated
@@ -115,11 +116,14 @@ def setup_of(world: Any, impl: str, op: dispatch.TimedOp, pass_: str, shape: Any
     return dispatch.PlacedOp(op, dispatch.Place(impl, world.mesh_of(shape), CPU), pass_)
 
 
+def op_called(name: str) -> dispatch.TimedOp:
+    return next(op for op in dispatch.OPS if op.name == name)
+
+
 def setups(world: Any, impl: str) -> Iterator[tuple[str, dispatch.PlacedOp]]:
-    for shape in dispatch.MESHES:
-        for op in dispatch.OPS:
-            for pass_ in EVERY_PASS if op.backward else (FORWARD,):
-                yield f"{op.name} {op.placements} {shape} {pass_}", setup_of(world, impl, op, pass_, shape)
+    for shape, op in itertools.product(dispatch.MESHES, dispatch.OPS):
+        for pass_ in EVERY_PASS if op.backward else (FORWARD,):
+            yield f"{op.name} {op.placements} {shape} {pass_}", setup_of(world, impl, op, pass_, shape)
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
@@ -156,42 +160,37 @@ def test_check_of_wrapped_detects_unwrapped_results(world: Any, monkeypatch: pyt
 def test_check_detects_a_result_that_requires_no_gradient(
     world: Any, impl: str, monkeypatch: pytest.MonkeyPatch
 ):
-    op, program = (
-        next(op for op in ops if op.name == name)
-        for ops, name in ((dispatch.OPS, "relu"), (PROGRAMS, "dropout"))
-    )
+    program = next(program for program in PROGRAMS if program.name == "dropout")
     monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: torch.relu(x).detach())
-    setup = setup_of(world, impl, op, REQUIRES_GRAD)
+    setup = setup_of(world, impl, op_called("relu"), REQUIRES_GRAD)
     assert setup.check() == "output 0 has requires_grad=False, expected True"
-    assert "requires no gradient" in str(
-        check_result(program, setup.place, REQUIRES_GRAD, setup.call(dispatch.ROWS))
-    )
+    message = check_result(program, setup.place, REQUIRES_GRAD, setup.call(dispatch.ROWS))
+    assert message is not None and "requires no gradient" in message
 
 
 @pytest.mark.parametrize("impl", ["core", "torch", "local"])
 def test_check_detects_a_wrong_value(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
     right = dispatch.PlacedOp.function
 
-    def slightly_off(self: dispatch.PlacedOp) -> Any:
-        fn = right(self)
-        return lambda *inputs: [out + out for out in dispatch.as_tuple(fn(*inputs))]
+    def doubled(self: dispatch.PlacedOp) -> Any:
+        return lambda *inputs: [out + out for out in dispatch.as_tuple(right(self)(*inputs))]
 
-    monkeypatch.setattr(dispatch.PlacedOp, "function", slightly_off)
-    caught = {label for label, setup in setups(world, impl) if setup.pass_ != BACKWARD and setup.check()}
-    assert caught == {label for label, setup in setups(world, impl) if setup.pass_ != BACKWARD}
+    monkeypatch.setattr(dispatch.PlacedOp, "function", doubled)
+    accepted = [
+        label for label, setup in setups(world, impl) if setup.pass_ != BACKWARD and not setup.check()
+    ]
+    assert accepted == []
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_check_detects_a_wrong_placement(world: Any, impl: str):
-    op = next(op for op in dispatch.OPS if op.name == "relu")
-    setup = setup_of(world, impl, dataclasses.replace(op, result="R"), FORWARD)
-    assert "expected" in str(setup.check())
+    replicated = dataclasses.replace(op_called("relu"), result="R")
+    assert "expected" in str(setup_of(world, impl, replicated, FORWARD).check())
 
 
 @pytest.mark.parametrize("impl", ["core", "torch"])
 def test_check_detects_a_wrong_gradient(world: Any, impl: str, monkeypatch: pytest.MonkeyPatch):
-    op = next(op for op in dispatch.OPS if op.name == "mul_scalar")
-    setup = setup_of(world, impl, op, BACKWARD)
+    setup = setup_of(world, impl, op_called("mul_scalar"), BACKWARD)
     assert setup.check() is None
     # Has the value of 2 x but the gradient of 3 x.
     monkeypatch.setattr(dispatch.PlacedOp, "function", lambda self: lambda x: x * 2.0 + (x - x.detach()))
@@ -209,8 +208,7 @@ def test_first_calls_never_repeat_a_shape(world: Any, impl: str, monkeypatch: py
     for _ in range(3):
         workload.before()
         workload.run()
-    assert len(set(rows)) == 3
-    assert dispatch.ROWS not in rows
+    assert len({*rows, dispatch.ROWS}) == 4
 
 
 def test_tolerance_of_mismatch_is_relative_to_the_largest_value():
@@ -272,12 +270,9 @@ def test_reference_bucketer_reduces_in_order(world: Any, monkeypatch: pytest.Mon
     got: list[torch.Tensor] = []
     group = world.mesh.get_group(0)
     for numel in (4, 11, 7):
-        shards = [torch.full((numel,), float(r)) for r in range(8)]
-        bucketer.reduce_scatter_async(shards, group, got.append)
+        bucketer.reduce_scatter_async([torch.full((numel,), float(r)) for r in range(8)], group, got.append)
     bucketer.flush()
-    assert [len(g) for g in got] == [11, 4, 7]
-    assert all(torch.equal(g, torch.full_like(g, 28.0)) for g in got)
-    assert sizes == [88, 32, 56]
-    assert bucketer.collectives == 3
+    assert [shard.tolist() for shard in got] == [[28.0] * 11, [28.0] * 4, [28.0] * 7]
+    assert (sizes, bucketer.collectives) == ([88, 32, 56], 3)
     with pytest.raises(ValueError, match="got 7 tensors"):
         bucketer.reduce_scatter_async([torch.ones(1)] * 7, group)

@@ -1,5 +1,6 @@
 """The suites on real ranks: through the command line, and under pytest with torchrun."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.tasks import list_tasks
 from dtbench.records.result import Result
 from dtbench.records.run import read_run
-from dtbench.suite import RunOptions
 from dtbench.suite.registry import load
 from dtbench.tests.programs import start, start_fresh
 from dtbench_suites.examples import (
@@ -27,7 +27,6 @@ from dtbench_suites.examples import (
 
 FAULTY = Path(__file__).parent / "faulty_suite.py"
 ROOT = Path(__file__).parents[2]
-MESH = (("dp", 2), ("tp", 2))
 # Filters for every suite, which halve the time: dispatch on one mesh, most suites on one mesh dim, and only one change
 # of placement in all regimes.
 CASES = "\n".join(
@@ -48,8 +47,8 @@ def start_python(*words: str) -> subprocess.CompletedProcess[str]:
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A quick run of all suites on 4 ranks: (results file, finished process)."""
     output = tmp_path_factory.mktemp("quick") / "run.jsonl"
-    words = ["run", "--quick", "--mesh", "dp=2,tp=2", "--size", "4KiB", "--device", "cpu"]
-    return output, start(*words, "--filter", CASES, "-o", str(output))
+    words = f"run --quick --mesh dp=2,tp=2 --size 4KiB --device cpu -o {output} --filter"
+    return output, start(*words.split(), CASES)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def results(quick: tuple[Path, subprocess.CompletedProcess[str]]) -> tuple[Resul
 
 
 def test_run_measures_every_case_and_impl(results: tuple[Result, ...], quick: Any):
-    options: RunOptions = RunRequest(mesh=MESH, sizes_bytes=(4096,), quick=True).resolve("cpu", 4)
+    options = RunRequest(mesh=(("dp", 2), ("tp", 2)), sizes_bytes=(4096,), quick=True).resolve("cpu", 4)
     listed = {task.key(impl, 0) for task in list_tasks(load(), options, CASES) for impl in task.impls}
     assert {suite.name for suite in load()} == {key[0] for key in listed}
     assert {r.key for r in results} == listed
@@ -69,36 +68,28 @@ def test_run_measures_every_case_and_impl(results: tuple[Result, ...], quick: An
 
 
 def test_alone_cases_have_samples_of_the_group_of_rank_0(results: tuple[Result, ...]):
-    members = {"dp": {"0", "2"}, "tp": {"0", "1"}}
-    alone = [r for r in results if r.params.get("groups") == "alone"]
-    assert alone
-    for r in alone:
-        assert set(r.rank_samples_s) == members[str(r.params["mesh_dim"])]
-    together = [r for r in results if r.params.get("groups") == "together"]
-    assert {len(r.rank_samples_s) for r in together} == {4}
+    assert {
+        (r.params["groups"], r.params["groups"] == "alone" and r.params["mesh_dim"], *r.rank_samples_s)
+        for r in results
+        if "groups" in r.params
+    } == {("alone", "dp", "0", "2"), ("alone", "tp", "0", "1"), ("together", False, "0", "1", "2", "3")}
 
 
 def test_bucketer_counters(results: tuple[Result, ...]):
     for r in (result for result in results if result.suite == "bucketer"):
-        tensors = int(r.params["total_bytes"]) // int(r.params["tensor_bytes"])
-        buckets = -(-int(r.params["total_bytes"]) // int(r.params["bucket_bytes"]))
-        expected = dict.fromkeys(("core", "reference", "packed"), max(buckets, 1)) | {
-            "unbucketed": tensors,
-            "limit": 1,
-        }
-        assert r.counters["collectives"] == expected[r.impl]
+        total, tensor, bucket = (int(r.params[f"{name}_bytes"]) for name in ("total", "tensor", "bucket"))
+        expected = {"unbucketed": total // tensor, "limit": 1}
+        assert r.counters["collectives"] == expected.get(r.impl, max(-(-total // bucket), 1))
         if r.impl == "core":
             # Each byte is copied once, into the bucket. The results are views of the collective's output.
-            assert r.counters["bytes_copied"] == int(r.params["total_bytes"])
-            assert r.counters["peak_bytes"] > 0
+            assert r.counters["bytes_copied"] == total and r.counters["peak_bytes"] > 0
 
 
 def test_checks_of_every_suite_detect_a_fault(tmp_path: Path):
-    output = tmp_path / "faulty.jsonl"
-    words = ["--quick", "--nproc", "2", "--size", "4KiB", "--device", "cpu", "-o"]
-    done = start("run", str(FAULTY), *words, str(output))
-    assert output.exists(), done.stderr
-    results = read_run(output).results
+    words = "--quick --nproc 2 --size 4KiB --device cpu -o faulty.jsonl"
+    done = start("run", str(FAULTY), *words.split(), cwd=tmp_path)
+    assert done.returncode == 5, done.stderr
+    results = read_run(tmp_path / "faulty.jsonl").results
     assert [(r.name, r.impl, r.params, r.status, r.reason) for r in results if r.status != "wrong"] == []
     assert Counter(r.name.split()[0] for r in results) == {
         "collectives": 6 * 2,  # isolated and back to back
@@ -108,7 +99,6 @@ def test_checks_of_every_suite_detect_a_fault(tmp_path: Path):
         "embedding": 3 * 2 * 3,
         "overlap": 2 * 4,
     }
-    assert done.returncode == 5
 
 
 # ----------------------------------------------------------------------------- under pytest
@@ -120,32 +110,30 @@ CHOICE = "detach or (redistribute and not dispatch) or (collectives and all_redu
 def pytest_form(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """Runs some cases under pytest on 2 ranks; saves them as a file and in pytest-benchmark's storage."""
     folder = tmp_path_factory.mktemp("pytest_form")
-    options = "--dtbench-quick --dtbench-size 4KiB --dtbench-rounds 7"
-    words = f"-m torch.distributed.run --nproc-per-node 2 -m pytest suites {options}"
-    files = (
-        f"--benchmark-json={folder}/run.json --benchmark-storage=file://{folder}/storage --benchmark-autosave"
+    words = (
+        "-m torch.distributed.run --nproc-per-node 2 -m pytest suites -p no:cacheprovider --dtbench-quick "
+        "--dtbench-size 4KiB --dtbench-rounds 7 --benchmark-autosave "
+        f"--benchmark-json={folder}/run.json --benchmark-storage=file://{folder}/storage -k"
     )
-    return folder, start_python(*words.split(), *files.split(), "-p", "no:cacheprovider", "-k", CHOICE)
+    return folder, start_python(*words.split(), CHOICE)
 
 
 def test_pytest_on_several_ranks_writes_one_file(pytest_form: Any):
     folder, done = pytest_form
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list((folder / "storage").rglob("*.json"))) == 1
-    data = json.loads((folder / "run.json").read_text())
-    names = [b["fullname"] for b in data["benchmarks"]]
-    assert len(set(names)) == len(names)
-    suites = Counter(b["extra_info"]["suite"] for b in data["benchmarks"])
+    benchmarks = json.loads((folder / "run.json").read_text())["benchmarks"]
+    assert len({benchmark["fullname"] for benchmark in benchmarks}) == len(benchmarks)
     # detach: forward, cached on two meshes (4 impls each) and first on one (2 impls)
+    suites = Counter(benchmark["extra_info"]["suite"] for benchmark in benchmarks)
     assert suites == {"dispatch": 10, "redistribute": 36, "collectives": 2}
-    for b in data["benchmarks"]:
-        info, stats = b["extra_info"], b["stats"]
+    for info, stats in ((benchmark["extra_info"], benchmark["stats"]) for benchmark in benchmarks):
         assert stats["rounds"] == len(stats["data"]) == 7
         assert min(stats["data"]) == stats["min"] > 0
         if info["suite"] != "dispatch":
-            assert info["size_bytes"] == 4096
+            iterations = 10 if info["params"]["mode"] == "back_to_back" else 1
+            assert (info["size_bytes"], stats["iterations"]) == (4096, iterations)
             assert info["algbw_Bps"] == pytest.approx(4096 / np.quantile(stats["data"], 0.25))
-            assert stats["iterations"] == (10 if info["params"]["mode"] == "back_to_back" else 1)
         if info["suite"] == "collectives":
             assert info["busbw_Bps"] == info["algbw_Bps"]  # an all-reduce of two ranks
 
@@ -154,8 +142,8 @@ def test_pytest_in_one_process_measures_simulated_suites_and_skips_the_others():
     words = "-m pytest suites --dtbench-quick --dtbench-rounds 3 -p no:cacheprovider -k"
     done = start_python(*words.split(), "detach or scatter or (dropout and torch)")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
     assert "16 passed" in done.stdout
+    assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
 
 
 # ---- compiled calls ----
@@ -169,22 +157,18 @@ COMPILED = "\n".join(
 
 
 def test_compiled_calls_of_every_implementation(tmp_path: Path) -> None:
-    output = tmp_path / "x.jsonl"
-    words = ("--quick", "--nproc", "2", "--device", "cpu", "--filter", COMPILED, "-o", str(output))
-    done = start("run", "compile", *words)
+    words = "run compile --quick --nproc 2 --device cpu -o x.jsonl --filter"
+    done = start(*words.split(), COMPILED, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    results = read_run(output).results
+    results = read_run(tmp_path / "x.jsonl").results
     assert [(r.name, r.impl, r.reason) for r in results if r.status != "ok"] == []
-    assert {(r.name, r.params["call"], r.impl) for r in results} == {
-        (name, call, impl)
-        for name in ("add", "redistribute")
-        for call in ("cached", "recompiled")
-        for impl in ("core", "torch", "local")
-    }
+    assert {(r.name, r.params["call"], r.impl) for r in results} == set(
+        itertools.product(("add", "redistribute"), ("cached", "recompiled"), ("core", "torch", "local"))
+    )
     for result in results:
         moves = result.name == "redistribute" and result.impl != "local"
-        assert (result.counters["graph_breaks"], result.counters["graphs"]) == (0, 1), result
-        assert result.counters["collectives"] == moves, result
+        counts = [result.counters[name] for name in ("graph_breaks", "graphs", "collectives")]
+        assert counts == [0, 1, moves], result
 
 
 # ---- example programs ----
@@ -217,9 +201,7 @@ def test_launched_examples_on_four_ranks(tmp_path: Path) -> None:
     ]
     drawn = lines[lines.index("row-wise-uneven") : lines.index("row-wise-uneven: right")]
     assert [line.split()[0] for line in drawn[4:8]] == ["0:1", "1:4", "4:5", "5:8"]
-    assert {line for line in lines if "table-wise: table" in line} == {
-        f"table-wise: table {k}" for k in range(4)
-    }
+    assert {f"table-wise: table {number}" for number in range(4)} <= set(lines)
 
 
 def test_placements_example_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,9 +76,9 @@ class Fault:
     also: Callable[[Ended], object] | None = None
 
 
-def run_shell(fault: Fault, words: str, folder: Path) -> Ended:
-    """Runs the command in a new process, and waits for it and for all processes that it starts."""
-    command = re.sub("|".join(WORDS), lambda word: WORDS[word[0]], words)
+def run_shell(fault: Fault, folder: Path) -> Ended:
+    """Runs the row's command in a new process, and waits for it and for all processes that it starts."""
+    command = re.sub("|".join(WORDS), lambda word: WORDS[word[0]], fault.words)
     env = environment() | {"TMPDIR": str(folder / "tmp")} | fault.env
     files = [folder / name for name in ("stdout", "stderr")]
     with contextlib.ExitStack() as stack:
@@ -107,22 +107,23 @@ def check(fault: Fault, ended: Ended, before: Mapping[str, bytes | None], folder
     after = contents()
     touched = [name for name in {**before, **after} if before.get(name, b"-") != after.get(name, b"-")]
     assert {*touched} <= {"x.jsonl"}, f"{touched} are new, changed or gone\n{shown}"
-    assert not list((folder / "tmp").glob("dtbench*")) or ended.code == -9, (
-        f"temporary files are left\n{shown}"
-    )
+    temporary = list((folder / "tmp").glob("dtbench*"))
+    assert not temporary or ended.code == -9, f"{temporary} are left\n{shown}"
     if fault.results:
         run = read_run("x.jsonl")
-        assert format_status_counts(run.results) + ("" if run.complete else ", cut short") == fault.results, (
-            shown
-        )
+        counts = format_status_counts(run.results) + ("" if run.complete else ", cut short")
+        assert counts == fault.results, shown
     if fault.also is not None:
         fault.also(ended)
 
 
 def contents() -> dict[str, bytes | None]:
     """Returns the bytes of each file in the current folder, and None for other entries."""
-    paths = sorted(path for path in Path().rglob("*") if "__pycache__" not in path.parts)
-    return {str(p): p.read_bytes() if p.is_file() and not p.is_symlink() else None for p in paths}
+    return {
+        str(path): path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        for path in sorted(Path().rglob("*"))
+        if "__pycache__" not in path.parts
+    }
 
 
 def wait_until_none_runs_in(folder: Path) -> None:
@@ -134,14 +135,12 @@ def wait_until_none_runs_in(folder: Path) -> None:
 
 def processes_in(folder: Path) -> dict[int, str]:
     """Returns the command lines of all other processes that run in the folder, by process id."""
-    there = {}
-    for place in Path("/proc").glob("[0-9]*/cwd"):
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if place.readlink().is_relative_to(folder) and int(place.parent.name) != os.getpid():
-                there[int(place.parent.name)] = (
-                    (place.parent / "cmdline").read_text().replace("\0", " ")[:200]
-                )
-    return there
+            if (process / "cwd").readlink().is_relative_to(folder) and int(process.name) != os.getpid():
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")[:200]
+    return found
 
 
 def seen(ended: Ended, folder: Path) -> str:

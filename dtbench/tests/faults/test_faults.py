@@ -38,9 +38,12 @@ def lines() -> Iterator[list[str]]:
     lines: list[str] = []
     yield lines
     if FILE:
-        date = datetime.datetime.now(datetime.UTC).date()
-        kernel, python = platform.release().split("-")[0], platform.python_version()
-        Path(FILE).write_text(HEAD.format(date=date, kernel=kernel, python=python) + "".join(lines), "utf-8")
+        head = HEAD.format(
+            date=datetime.datetime.now(datetime.UTC).date(),
+            kernel=platform.release().split("-")[0],
+            python=platform.python_version(),
+        )
+        Path(FILE).write_text(head + "".join(lines), "utf-8")
 
 
 @pytest.fixture
@@ -57,37 +60,18 @@ def test_fault(fault: rows.Fault, folder: Path, lines: list[str]) -> None:
     if fault.before is not None:
         fault.before()
     files, began_s = rows.contents(), time.monotonic()
-    ended = rows.run_shell(fault, fault.words, folder)
+    ended = rows.run_shell(fault, folder)
     took_s = time.monotonic() - began_s
     rows.check(fault, ended, files, folder)
     lines.append(f"| {fault.holds} | {fault.name} | {rows.seen(ended, folder)} | {took_s:.0f} |\n")
-
-
-def test_every_row_has_a_name_of_its_own() -> None:
-    assert len({row.name for row in rows.ROWS}) == len(rows.ROWS) and {row.holds for row in rows.ROWS} == {
-        1,
-        2,
-        3,
-        4,
-    }
 
 
 @pytest.mark.parametrize("seed", range(20 if FILE else 4))
 def test_a_run_killed_at_a_random_moment_loses_and_repeats_nothing(folder: Path, seed: int) -> None:
     """Kills either the launcher alone, so that its ranks have to end by themselves, or every process."""
     rng = random.Random(seed)
-    words = [
-        *FRESH,
-        "run",
-        rows.SUITE,
-        "--quick",
-        "--nproc",
-        rng.choice("123"),
-        "--filter",
-        "good",
-        "-o",
-        "x.jsonl",
-    ]
+    options = ("--quick", "--nproc", rng.choice("123"), "--filter", "good", "-o", "x.jsonl")
+    words = [*FRESH, "run", rows.SUITE, *options]
     process = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(rng.uniform(0.5, 12.0))
     for pid in (process.pid, *(rows.processes_in(folder) if rng.random() < 0.5 else ())):
