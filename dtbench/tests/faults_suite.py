@@ -87,8 +87,9 @@ def differ_in_size(world: World) -> Workload:
 @suite("good", world="ranks", help="cases that work")
 def good(options: RunOptions) -> Iterator[Case]:
     for n in (1, 2, 3):
-        build = {"core": reduced, "c10d": reduced}
-        yield Case("all_reduce", {"n": n}, build, size_bytes=16, busbw_factor=0.5)
+        yield Case(
+            "all_reduce", {"n": n}, {"core": reduced, "c10d": reduced}, size_bytes=16, busbw_factor=0.5
+        )
 
 
 @suite("long", world="ranks", help="more cases than anybody waits for")

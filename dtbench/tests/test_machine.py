@@ -194,18 +194,18 @@ def test_describe_gpus_reads_nvml(fake_nvml: SimpleNamespace) -> None:
 
 
 def test_gpu_location_has_bus_numa_node_and_nvlinks(fake_nvml: SimpleNamespace, tmp_path: Path) -> None:
-    folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
-    folder.mkdir(parents=True)
-    (folder / "numa_node").write_text("1\n")
+    numa_node = tmp_path / "sys/bus/pci/devices/0000:1b:00.0/numa_node"
+    numa_node.parent.mkdir(parents=True)
+    numa_node.write_text("1\n")
     assert nvml.gpu_location(0, tmp_path) == {
         "pci_bus_id": "0000:1b:00.0",
         "device_numa_node": 1,
         "nvlink": {"neighbours": {"0000:c1:00.0": 1}, "switch_links": 1},
     }
-    (folder / "numa_node").write_text("-1\n")
+    numa_node.write_text("-1\n")
     assert nvml.gpu_location(0, tmp_path)["device_numa_node"] is None
-    assert provenance.local_rank_info("cuda:0", "nccl")["pci_bus_id"] == "0000:1b:00.0"
-    assert "pci_bus_id" not in provenance.local_rank_info("cpu")
+    ranks = (provenance.local_rank_info("cuda:0", "nccl"), provenance.local_rank_info("cpu"))
+    assert [rank.get("pci_bus_id") for rank in ranks] == ["0000:1b:00.0", None]
     fake_nvml.nvmlDeviceGetPciInfo = lambda handle: SimpleNamespace(busId=b"?")
     assert set(nvml.gpu_location(0).values()) == {None}
 

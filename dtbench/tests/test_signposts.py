@@ -1,8 +1,8 @@
 """Every path and name that docstrings, comments and the docs quote exists."""
 
 import ast
-import importlib
 import io
+import pkgutil
 import re
 import subprocess
 import tokenize
@@ -62,9 +62,12 @@ def prose_and_words() -> tuple[dict[str, str], frozenset[str]]:
 
 def _tokens(source: str) -> Iterator[tuple[bool, str]]:
     """Each comment, string and name of a file, and whether it is prose."""
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
-    docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node) is not None}
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and ast.get_docstring(node) is not None
+    }
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING, tokenize.NAME):
             is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
@@ -72,18 +75,12 @@ def _tokens(source: str) -> Iterator[tuple[bool, str]]:
 
 
 def _resolves(name: str) -> bool:
-    parts = name.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found: object = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            continue
-        for attribute in parts[count:]:
-            if not hasattr(found, attribute) and attribute not in getattr(found, "__annotations__", {}):
-                return False
-            found = getattr(found, attribute, None)
-        return True
-    return False
+    owner, _, field = name.rpartition(".")
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return "." in owner and _resolves(owner) and field in pkgutil.resolve_name(owner).__annotations__
+    return True
 
 
 def test_quoted_modules_and_attributes_exist() -> None:
@@ -102,8 +99,7 @@ def test_quoted_paths_exist() -> None:
             continue
         for path in _PATH.findall(text):
             bases = ("", *map(str, PurePath(name).parents), "dtbench", "core", "core/dtbench_core")
-            first = path.split("/", 1)[0]
-            ours = any(str(PurePath(base, first)) in folders for base in bases)
+            ours = any(str(PurePath(base, path.split("/")[0])) in folders for base in bases)
             exists = any(str(PurePath(base, path)) in tracked() for base in bases)
             if ours and not exists and path not in MADE_BY_COMMANDS | TO_BE_WRITTEN:
                 missing.add((name, path))
@@ -113,13 +109,12 @@ def test_quoted_paths_exist() -> None:
 def test_quoted_identifiers_occur_in_code() -> None:
     prose, words = prose_and_words()
     known = words | FOREIGN_NAMES | {"gz", "txt", "html"}
-    unknown = {
+    assert [
         (name, quoted)
         for name, text in prose.items()
         for quoted in _QUOTED.findall(text)
         if quoted not in FOREIGN_NAMES and not {*filter(None, quoted.split("."))} <= known
-    }
-    assert unknown == set()
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["dtbench.no_such_room", "dtbench.errors.NoSuchError"])

@@ -331,8 +331,8 @@ def test_json_is_strict_and_alone_on_stdout(capsys: Capture) -> None:
     print_runs_json([one])
     (written,) = load()
     assert (written["path"], written["complete"], written["header"]["run_id"]) == ("run.jsonl", True, "r")
-    (shown,) = written["results"]
-    assert shown["time_s"]["median"] == 2.0 and "samples_s" not in shown
+    (timed,) = written["results"]
+    assert timed["time_s"]["median"] == 2.0 and "samples_s" not in timed
     print_comparison(compare_runs([one], [one]), as_json=True)
     assert load()["rows"][0]["verdict"] == "inconclusive"
     print_findings([MachineFinding("a", None, "b")], as_json=True)
@@ -441,13 +441,21 @@ def timed(dim: str, **changes: Any) -> Result:
     return Result("collectives", "all_reduce", "c10d", {"mesh_dim": dim}, "ok", **fields | changes)
 
 
-def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_group_counts() -> None:
-    assert from_last_arrival_s(timed("dp"), groups_of((2, 2), 0)) == (4.0, 8.0)  # max(3, 4), max(8, 2)
-    assert from_last_arrival_s(timed("tp"), groups_of((2, 2), 1)) == (4.0, 6.0)  # max(4, 3), max(2, 6)
-    alone = {rank: READINGS[rank] for rank in ("0", "1")}
-    assert from_last_arrival_s(timed("tp", rank_samples_s=alone), groups_of((2, 2), 1)) == (4.0, 2.0)
-    for lacking in ({}, {"0": (1.0,), "1": (1.0, 2.0)}, {"9": (1.0,)}):
-        assert from_last_arrival_s(timed("tp", rank_samples_s=lacking), groups_of((2, 2), 1)) == ()
+@pytest.mark.parametrize(
+    ("readings", "dim", "expected"),
+    [
+        (READINGS, 0, (4.0, 8.0)),  # max(3, 4), max(8, 2)
+        (READINGS, 1, (4.0, 6.0)),  # max(4, 3), max(2, 6)
+        ({rank: READINGS[rank] for rank in ("0", "1")}, 1, (4.0, 2.0)),
+        ({}, 1, ()),
+        ({"0": (1.0,), "1": (1.0, 2.0)}, 1, ()),
+        ({"9": (1.0,)}, 1, ()),
+    ],
+)
+def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_group_counts(
+    readings: dict[str, tuple[float, ...]], dim: int, expected: tuple[float, ...]
+) -> None:
+    assert from_last_arrival_s(timed("dp", rank_samples_s=readings), groups_of((2, 2), dim)) == expected
 
 
 def test_arrivals_extend_a_sample_to_the_end_of_the_last_rank() -> None:
@@ -462,14 +470,13 @@ def test_arrivals_extend_a_sample_to_the_end_of_the_last_rank() -> None:
     assert from_last_arrival_s(timed("dp", rank_arrivals_s={"0": (2.0,)}), [[0, 2]]) == ()
 
 
-@pytest.mark.parametrize("error_ns", [1, 100, 10**9])
-def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None:
+# With a loose bound from the ping, the barriers decide; otherwise only within that bound.
+@pytest.mark.parametrize(("error_ns", "late_ns"), [(1, 10_039), (100, 9_940), (10**9, 0)])
+def test_measured_offsets_correct_what_barriers_suggest(error_ns: float, late_ns: float) -> None:
     """Rank 1, on another host whose clock is 5 s ahead, leaves every barrier 10 us after rank 0."""
     times_ns = [100, 200_100, 400_100]
     started = {0: times_ns, 1: [5 * 10**9 + time_ns + 10_000 for time_ns in times_ns]}
     late_s = lateness_s(started, {0: "a", 1: "b"}, {0: SAME_CLOCK, 1: Offset(-5e9 + 40, error_ns)})
-    # With a loose bound from the ping, the barriers decide; otherwise only within that bound.
-    late_ns = 0 if error_ns > 10_000 else 10_000 + 40 - error_ns
     assert late_s[1] * 1e9 == pytest.approx([late_ns] * 3, abs=1e-3)
 
 
@@ -477,18 +484,18 @@ def test_measured_offsets_correct_what_barriers_suggest(error_ns: float) -> None
 def test_arrivals_are_found_whatever_the_clocks_of_the_hosts_show(data: st.DataObject) -> None:
     samples = 9
     times = st.lists(st.integers(0, 10**9), min_size=samples, max_size=samples)
-    barrier = data.draw(times)
-    behind = {rank: data.draw(times) for rank in range(4)}
-    clock = {0: 0, 1: 0, 2: data.draw(st.integers(-(10**17), 10**17)), 3: data.draw(st.integers(0, 10**17))}
-    started = {r: [b + d + clock[r] for b, d in zip(barrier, behind[r], strict=True)] for r in range(4)}
+    barrier = np.array(data.draw(times))
+    behind = np.array([data.draw(times) for _ in range(4)])
+    clocks = (0, 0, data.draw(st.integers(-(10**17), 10**17)), data.draw(st.integers(0, 10**17)))
+    started = {rank: (barrier + behind[rank] + clock).tolist() for rank, clock in enumerate(clocks)}
     late_s = lateness_s(started, {0: "a", 1: "a", 2: "b", 3: None})
     # On one kernel exactly; between kernels but for a shift, which leaves both together in the median.
-    assert late_s[1] - late_s[0] == pytest.approx((np.array(behind[1]) - behind[0]) * 1e-9, abs=1e-7)
+    assert late_s[1] - late_s[0] == pytest.approx((behind[1] - behind[0]) * 1e-9, abs=1e-7)
     for rank in (2, 3):
-        ours = (late_s[rank] - (late_s[0] + late_s[1]) / 2) * 1e9
-        assert np.median(ours) == pytest.approx(0.0, abs=100.0)
-        true = np.array(behind[rank]) - (np.array(behind[0]) + behind[1]) / 2
-        assert ours - true == pytest.approx(np.full(samples, ours[0] - true[0]), abs=100.0)
+        late_ns = (late_s[rank] - (late_s[0] + late_s[1]) / 2) * 1e9
+        assert np.median(late_ns) == pytest.approx(0.0, abs=100.0)
+        shift_ns = late_ns - behind[rank] + (behind[0] + behind[1]) / 2
+        assert shift_ns == pytest.approx(np.full(samples, shift_ns[0]), abs=100.0)
     assert np.min(list(late_s.values()), axis=0) == pytest.approx(np.zeros(samples))
 
 
