@@ -119,7 +119,7 @@ def test_builtin_constants_are_those_of_torch(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "device_count", lambda: per_host)
     mesh = init_device_mesh("cpu", shape)
-    ours, theirs = MeshTopoInfo.build_from_mesh(mesh), torch_cost.MeshTopoInfo.build_from_mesh(mesh)
+    theirs = torch_cost.MeshTopoInfo.build_from_mesh(mesh)
     expected = MeshTopoInfo(
         mesh,
         tuple(theirs.mesh_dim_devices),
@@ -128,7 +128,7 @@ def test_builtin_constants_are_those_of_torch(
         6.6,
         "built-in",
     )
-    assert ours == expected
+    assert MeshTopoInfo.build_from_mesh(mesh) == expected
 
 
 # --- redistribution --------------------------------------------------------------------------------
@@ -267,19 +267,17 @@ def test_chain_search_finds_the_cheapest_chain(world: Any, copy_us: float) -> No
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.bool))
 def test_bytes_of_a_spec(dtype: Any) -> None:
-    expected = torch.empty(SHAPE, dtype=dtype).untyped_storage().nbytes()
-    assert spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == expected
+    assert spec_to_bytes(spec(dp_tp(), Shard(0), P, dtype=dtype)) == torch.empty(SHAPE, dtype=dtype).nbytes
 
 
 # ---- topology files ----
 
 
 def test_topology_is_matched_by_mesh_dim(tmp_path: Path) -> None:
-    mesh = dp_tp()
-    path = tmp_path / "topology.json"
+    mesh, path = dp_tp(), tmp_path / "topology.json"
     path.write_text(json.dumps(topology()))
-    info = MeshTopoInfo.from_topology(path, mesh)
-    assert info == MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
+    matched = MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
+    assert MeshTopoInfo.from_topology(path, mesh) == matched
     swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
     assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
     assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)

@@ -97,13 +97,11 @@ def test_modules_load_plain_tensors() -> None:
         module.load_state_dict(plain.state_dict())
         assert all(p.placements == (placement,) and p.requires_grad for p in module.parameters())
         torch.testing.assert_close(full([*module.parameters()]), [*plain.parameters()], rtol=0, atol=0)
-    values = torch.arange(6.0).reshape(2, 3)
     for placement in (P, Partial("avg"), Partial("max"), S1):
         tensor = place(torch.zeros(2, 3), placement)
-        tensor.copy_(values)
-        assert tensor.placements == (placement,) and (tensor.full_tensor() == values).all(), placement
-        tensor.copy_(torch.arange(3))  # broadcast, and cast
-        assert (tensor.full_tensor() == torch.arange(3.0)).all(), placement
+        for values in (torch.arange(6.0).reshape(2, 3), torch.arange(3)):  # the second is broadcast, and cast
+            tensor.copy_(values)
+            assert tensor.placements == (placement,) and (tensor.full_tensor() == values).all(), placement
 
 
 @on_worlds
@@ -245,9 +243,9 @@ def test_copies_are_equal_and_own_their_memory(layout: Any) -> None:
 @on_ranks
 def test_unpickling_finds_the_mesh_among_equal_ones() -> None:
     """Equal meshes have different process groups; a loaded tensor uses those of its original mesh."""
-    first, second = (init_device_mesh("cpu", (2, 2)) for _ in range(2))
     one, other = (
-        distribute_tensor(torch.arange(15.0).view(5, 3), mesh, [S0, S1]) for mesh in (first, second)
+        distribute_tensor(torch.arange(15.0).view(5, 3), init_device_mesh("cpu", (2, 2)), [S0, S1])
+        for _ in range(2)
     )
     assert _same(pickle.loads(pickle.dumps(one)), one) and _same(pickle.loads(pickle.dumps(other)), other)
     assert one._spec is not other._spec
@@ -372,9 +370,9 @@ def test_asynchronous_checkpoints(tmp_path: Path, layout: Layout) -> None:
     saving = dcp.async_save({"x": tensor}, checkpoint_id=tmp_path)
     tensor.fill_(-1)
     saving.result()
-    state = {"x": torch.zeros(5, 3)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    assert state["x"].flatten().tolist() == [float(i) for i in range(15)]
+    loaded = torch.zeros(5, 3)
+    dcp.load({"x": loaded}, checkpoint_id=tmp_path)
+    assert loaded.flatten().tolist() == [float(i) for i in range(15)]
 
 
 @on_ranks

@@ -190,8 +190,8 @@ def test_torchs_functions_load_full_states(kind: str, broadcast: bool) -> None:
 def _partly_trained(kind: str, optimizer: Any, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Every third parameter is frozen after a first step; the last three are never stepped."""
     model = _model(kind, seed)
-    optim = optimizer(model.parameters())
     parameters = list(model.parameters())
+    optim = optimizer(parameters)
     for step in range(2):
         for i, parameter in enumerate(parameters[:-3]):
             parameter.requires_grad_(step == 0 or i % 3 > 0)

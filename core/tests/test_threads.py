@@ -126,14 +126,10 @@ def test_all_to_all() -> None:
     out = torch.empty(N, 2)
     dist.all_to_all_single(out, _mine(me, N, 2))
     assert torch.equal(out, _all(N, 2)[:, me])
-    # rank s sends r + s rows to rank r
-    sent = _mine(me, sum(r + me for r in range(N)), 2)
-    out = torch.empty(sum(me + s for s in range(N)), 2)
-    dist.all_to_all_single(out, sent, [me + s for s in range(N)], [r + me for r in range(N)])
-    expected = [
-        _mine(s, sum(r + s for r in range(N)), 2).split([r + s for r in range(N)])[me] for s in range(N)
-    ]
-    assert torch.equal(out, torch.cat(expected))
+    rows = [[r + s for r in range(N)] for s in range(N)]  # rank s sends rows[s][r] rows to rank r
+    out = torch.empty(sum(rows[me]), 2)
+    dist.all_to_all_single(out, _mine(me, sum(rows[me]), 2), rows[me], rows[me])
+    assert torch.equal(out, torch.cat([_mine(s, sum(rows[s]), 2).split(rows[s])[me] for s in range(N)]))
     outs = [torch.empty(s + 1) for s in range(N)]
     dist.all_to_all(outs, [_mine(me, me + 1) + r for r in range(N)])
     assert all(torch.equal(outs[s], _mine(s, s + 1) + me) for s in range(N))
@@ -189,13 +185,11 @@ def test_asynchronous_collectives_are_waited_for_later() -> None:
     works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]
     for work in works:
         work.wait()
-    torch.testing.assert_close(first, _all(3).sum(0))
-    torch.testing.assert_close(second, _all(2).sum(0))
-    left = dist.all_reduce(_mine(me, 2), async_op=True)
-    again = dist.all_reduce(later := _mine(me, 2), async_op=True)
-    again.wait()
-    assert left.is_completed()
-    torch.testing.assert_close(later, _all(2).sum(0))
+    earlier, later = _mine(me, 2), _mine(me, 2)
+    unwaited = dist.all_reduce(earlier, async_op=True)
+    dist.all_reduce(later, async_op=True).wait()
+    assert unwaited.is_completed()
+    torch.testing.assert_close([first, second, later], [_all(3).sum(0), _all(2).sum(0), _all(2).sum(0)])
 
 
 # ---- groups and meshes ----
@@ -206,18 +200,18 @@ def test_subgroups_and_meshes() -> None:
     me = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
     group = pairs[me % 2]
-    x = _mine(me, 2)
-    dist.all_reduce(x, group=group)
-    torch.testing.assert_close(x, _mine(me % 2, 2) + _mine(me % 2 + 2, 2))
     assert dist.get_process_group_ranks(group) == ([0, 2] if me % 2 == 0 else [1, 3])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert list(mesh.get_coordinate() or ()) == [me // 2, me % 2]
-    x = _mine(me, 2)
-    dist.all_reduce(x, group=mesh.get_group("tp"))
-    torch.testing.assert_close(x, _mine(me // 2 * 2, 2) + _mine(me // 2 * 2 + 1, 2))
-    x = _mine(me, 2)
-    dist.all_reduce(x, group=mesh["dp", "tp"]._flatten().get_group())
-    torch.testing.assert_close(x, _all(2).sum(0))
+    expected = [
+        (group, _mine(me % 2, 2) + _mine(me % 2 + 2, 2)),
+        (mesh.get_group("tp"), _mine(me // 2 * 2, 2) + _mine(me // 2 * 2 + 1, 2)),
+        (mesh["dp", "tp"]._flatten().get_group(), _all(2).sum(0)),
+    ]
+    for summed_group, total in expected:
+        x = _mine(me, 2)
+        dist.all_reduce(x, group=summed_group)
+        torch.testing.assert_close(x, total)
 
 
 def _sum_over_64_ranks() -> float:
@@ -253,8 +247,7 @@ def test_hang_is_reported_and_the_world_remains_usable(world: ThreadWorld) -> No
             world.run(body)
         assert "waited in all_reduce(sum, float32[3, 2])" in str(info.value)
         assert isinstance(info.value.__cause__, ValueError)
-        outcomes = world.outcomes(body)
-        assert [o.stopped for o in outcomes] == [True, True, False, True]
+        assert [outcome.stopped for outcome in world.outcomes(body)] == [True, True, False, True]
         assert world.run(dist.get_rank) == [0, 1, 2, 3]
 
 
@@ -426,10 +419,10 @@ def test_each_rank_has_its_own_generator(
 
 
 def test_backend_of_simulated_ranks_includes_cuda(world: ThreadWorld) -> None:
-    def devices() -> set[str]:
-        return set(dist.distributed_c10d.BackendConfig(dist.Backend(dist.get_backend())).device_backend_map)
-
-    assert all({"cpu", "cuda"} <= named for named in world.run(devices))
+    backends = [
+        dist.distributed_c10d.BackendConfig(dist.Backend(name)) for name in world.run(dist.get_backend)
+    ]
+    assert all({"cpu", "cuda"} <= set(backend.device_backend_map) for backend in backends)
 
 
 def test_cuda_states_by_rank(mode: LocalTensorMode, cuda_generator: torch.Generator) -> None:

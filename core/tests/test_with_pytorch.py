@@ -414,8 +414,9 @@ def test_optimizers_of_plain_and_distributed_parameters(optimizer: str, form: st
 def test_clipping_without_foreach_beside_plain_parameters() -> None:
     """On one mesh, which clipping without foreach requires."""
     these, those = ([parameters[i] for i in (0, 1, 3, 4)] for parameters in _mixed())
-    norms = [nn.utils.clip_grad_norm_(ps, 0.3, foreach=False) for ps in (these, those)]
-    expected, got = ([norm, *(p.grad for p in ps)] for norm, ps in zip(norms, (these, those), strict=True))
+    expected, got = (
+        [nn.utils.clip_grad_norm_(ps, 0.3, foreach=False), *(p.grad for p in ps)] for ps in (these, those)
+    )
     torch.testing.assert_close(full(got), expected)
     those[1].grad.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="non-finite"):
