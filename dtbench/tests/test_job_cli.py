@@ -259,7 +259,11 @@ def test_page_draws_few_of_many_ranks_and_lists_all() -> None:
 
 def test_page_with_the_most_lanes_stays_below_two_megabytes() -> None:
     intervals = tuple((n / 1250 + 1e-7, n / 1250 + 4.1234e-4) for n in range(_MAX_LANE_INTERVALS))
-    lanes = tuple(Lane(rank, f"communication {n}", intervals) for rank in range(16) for n in range(6))
+    lanes = tuple(
+        Lane(rank=rank, name=f"communication {n}", intervals=intervals)
+        for rank in range(16)
+        for n in range(6)
+    )
     text = render(Sources(job=made_up_jobs.job(ranks=16, lanes=lanes)))
     assert len(text) < 2_000_000 and Page(text).section_text["job"].count("communication 5")
 
