@@ -304,8 +304,10 @@ def _has_gpus_of(system: System, run: Run) -> bool:
 
 def _no_systems_note(systems: Sequence[System], run: Run, dim: str, ranks: int, hosts: int | None) -> str:
     gpus = ", ".join(sorted({gpu.name for gpu in run.header.machine.gpus if gpu.name}))
-    with_gpu = [system for system in systems if _has_gpus_of(system, run)]
-    with_gpu.sort(key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts))
+    with_gpu = sorted(
+        (system for system in systems if _has_gpus_of(system, run)),
+        key=lambda system: (abs(math.log(system.ranks / ranks)), system.hosts != hosts),
+    )
     device = run.header.options.get("device_type")
     candidates = with_gpu or [system for system in systems if system.ranks == ranks] or systems
     return (
@@ -323,8 +325,9 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     results_of_dim = (
         r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps and r.params.get("mesh_dim") == dim
     )
-    cases = group_by(results_of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0))
-    for (name, dtype, size), results in sorted(cases.items()):
+    for (name, dtype, size), results in sorted(
+        group_by(results_of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0)).items()
+    ):
         reference = system.busbw(name, size)
         bandwidths = [
             r.busbw_Bps

@@ -99,9 +99,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
         counts = [f"{count} {verdict}" for verdict in Verdict if (count := self.counts[verdict])]
         if self.has_single_launches:
             ratios = [row.ratio for row in self.rows if row.ratio is not None]
-            extremes = " to ".join(map(format_difference, (min(ratios), max(ratios))))
-            counts = [f"{plural(len(ratios), 'time')}, {extremes}"] + [
-                text for text in counts if self.has_changes or not text.endswith(Verdict.INCONCLUSIVE)
+            counts = [
+                f"{plural(len(ratios), 'time')}, {format_difference(min(ratios))} to {format_difference(max(ratios))}",
+                *(text for text in counts if self.has_changes or not text.endswith(Verdict.INCONCLUSIVE)),
             ]
         summary = ", ".join(counts) or "nothing to compare"
         if self.machines_differ:

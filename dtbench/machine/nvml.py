@@ -95,27 +95,22 @@ def devices(library: Nvml | None) -> dict[int, NvmlDevice]:
 
 
 def cuda_device(index: int) -> NvmlDevice | None:
-    """Returns the CUDA device that torch numbers `index` in this process; None if NVML cannot identify it."""
-    library = gpus().nvml()
-    handle = _cuda_handle(library, index)
-    return None if handle is None else NvmlDevice(library, handle)
+    """Returns the CUDA device that torch numbers `index` in this process; None if NVML cannot identify it.
 
-
-def _cuda_handle(library: Nvml | None, index: int) -> Nvml | None:
-    """Returns the NVML handle of a CUDA device.
-
-    The numbers differ: CUDA_VISIBLE_DEVICES renumbers devices, and CUDA may order them differently.
+    NVML's numbers differ: CUDA_VISIBLE_DEVICES renumbers devices, and CUDA may order them differently.
     """
-    device_id = gpus().uuid(index)
-    for text in (f"GPU-{device_id}", f"MIG-{device_id}") if device_id is not None else ():
-        if (handle := _ask(library, "nvmlDeviceGetHandleByUUID", text)) is not None:
-            return handle
+    library, device_id = gpus().nvml(), gpus().uuid(index)
     visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
-    if index >= len(visible) > 0:
-        return None
-    name = visible[index] if visible else str(index)
-    query, key = ("Index", int(name)) if name.isdigit() else ("UUID", name)
-    return _ask(library, f"nvmlDeviceGetHandleBy{query}", key)
+    names = [] if device_id is None else [f"GPU-{device_id}", f"MIG-{device_id}"]
+    names += visible[index : index + 1] if visible else [str(index)]
+    handles = (
+        _ask(library, "nvmlDeviceGetHandleByIndex", int(name))
+        if name.isdigit()
+        else _ask(library, "nvmlDeviceGetHandleByUUID", name)
+        for name in names
+    )
+    handle = next((handle for handle in handles if handle is not None), None)
+    return None if handle is None else NvmlDevice(library, handle)
 
 
 def driver_version() -> str | None:
@@ -190,9 +185,9 @@ def _nvlink_peers(device: NvmlDevice) -> dict[str, object] | None:
     states = device.link_states()
     if not states:
         return None
-    switch = getattr(device.library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
     leads_to_switch = {
-        link: device.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == switch
+        link: device.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link)
+        == getattr(device.library, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2)
         for link, is_up in states.items()
         if is_up
     }

@@ -335,7 +335,7 @@ def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes
         dim=dim,
         groups=tuple(map(tuple, groups)),
         size_bytes=size,
-        # Of each group, the slowest rank in the median call.
+        # The slowest rank of each group in the median call.
         times_s=tuple(
             float(median(map(max, zip(*(answers[rank] for rank in group), strict=True)))) for group in groups
         ),

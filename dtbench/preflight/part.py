@@ -123,8 +123,7 @@ class Probe:
         n = MATMUL_N[self._device.type]
         dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         a = self._buffer("a", n * n * dtype.itemsize).view(dtype).view(n, n)
-        out = self._buffer("out", n * n * dtype.itemsize).view(dtype).view(n, n)
-        torch.mm(a, a, out=out)
+        torch.mm(a, a, out=self._buffer("out", n * n * dtype.itemsize).view(dtype).view(n, n))
 
     def _copy(self) -> None:
         size = COPY_BYTES[self._device.type]

@@ -223,8 +223,7 @@ def _record_trees(work: Callable[[], object], name: str) -> list[Span]:
     """Returns the trees of all calls of the function with that name, in order of time."""
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         work()
-    results: Any = profiler.profiler  # torch gives its events no types
-    stack = list(results.kineto_results.experimental_event_tree())
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())
     calls: list[Span] = []
     while stack:
         event = stack.pop()

@@ -111,8 +111,10 @@ class RankRecording(CollectiveSchedule):
         from dtbench.traces.hook.dtbench_recorder import about
 
         plain_us = [self._iteration_s() * 1e6 for _ in range(count)]
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        with profile(activities=activities, record_shapes=True) as profiler:
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+            record_shapes=True,
+        ) as profiler:
             for number in range(count):
                 self._get_ready()
                 with record_function(f"ProfilerStep#{number}"):

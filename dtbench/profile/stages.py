@@ -238,12 +238,18 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
         for child in span.children:
             next_stage = _find_stage(child, stage, dispatching)
             outside_ns = overheads.get(child.kind, NO_OVERHEAD).outside_ns
-            gap_stage = next_stage if span.name == SUBCLASS_OP else stage
-            yield gap_stage, child.start_ns - gap_start_ns - outside_ns - inside_ns, outside_ns + inside_ns
+            yield (
+                next_stage if span.name == SUBCLASS_OP else stage,
+                child.start_ns - gap_start_ns - outside_ns - inside_ns,
+                outside_ns + inside_ns,
+            )
             gap_start_ns, inside_ns = child.end_ns, 0.0
             stack.append((child, next_stage))
-        end_stage = "entry" if span.name == SUBCLASS_OP and span.children else stage
-        yield end_stage, span.end_ns - gap_start_ns - inside_ns, inside_ns
+        yield (
+            "entry" if span.name == SUBCLASS_OP and span.children else stage,
+            span.end_ns - gap_start_ns - inside_ns,
+            inside_ns,
+        )
 
 
 def _find_stage(span: Span, stage: str, dispatching: set[int]) -> str:

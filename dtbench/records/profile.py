@@ -70,8 +70,12 @@ class CallStages(Struct, frozen=True, kw_only=True):
             f"other programs had the CPU for {1 - self.on_cpu:.0%} of the time": self.on_cpu < MIN_CPU_SHARE,
         }
         if any(reasons.values()):
-            text = "; ".join(reason for reason, applies in reasons.items() if applies)
-            force_setattr(self, "caveat", f"unreliable: {text}; profile again on a quiet machine")
+            force_setattr(
+                self,
+                "caveat",
+                f"unreliable: {'; '.join(reason for reason, applies in reasons.items() if applies)}; "
+                "profile again on a quiet machine",
+            )
 
     @property
     def adds_up(self) -> bool:

@@ -1,6 +1,5 @@
 """Analyzes a job: compares its calls with calibrated links and with a base, bounds savings, and finds late ranks."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from statistics import fmean, median
 from typing import Literal
@@ -49,7 +48,7 @@ def analyze(job: Job, topology: Topology | None = None, bases: Sequence[Job] = (
     return replace(
         compare_recordings(bases, [job]) if bases else JobAnalysis(EXIT_OK),
         links=links,
-        savings=estimate_savings(job, links),
+        savings=tuple(estimate_savings(job, links)),
         late_ranks=find_late_ranks(job),
     )
 
@@ -116,14 +115,13 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     return price.time_us * 1e-6, f"dim {dim.name}", ", ".join(caveats)
 
 
-def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> tuple[SavingEstimate, ...]:
+def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> Iterator[SavingEstimate]:
     """Bounds the savings over each mesh dim, on the rank with the most exposed communication.
 
     These are bounds, since a rank that waits less over one dim may wait more over another. A call saves at most its
     excess over the reference; calls without a reference save nothing.
     """
     timed = [rank for rank in job.ranks if rank.each_step and rank.mean_step.step_s]
-    rows: list[SavingEstimate] = []
     for rank in sorted(timed, key=lambda rank: rank.mean_step.exposed_s)[-1:]:
         steps, step_s = len(rank.each_step), rank.mean_step.step_s
         excess_s = {row.kind: max(0.0, row.time_s - row.reference_s) for row in links if row.reference_s}
@@ -141,11 +139,10 @@ def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> tuple[SavingE
                 saved["calibrated"] = min(sum(excesses_s) / steps, max(0.0, exposed_s - waiting_s))
             if dim.waiting_s is not None:
                 saved["no_late_rank"] = waiting_s
-            rows += [
+            yield from (
                 SavingEstimate(dim.mesh_dim, assumption, rank.rank, step_s, saved_s, saved_s / step_s)
                 for assumption, saved_s in saved.items()
-            ]
-    return tuple(rows)
+            )
 
 
 def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
@@ -204,9 +201,10 @@ def compare_recordings(bases: Sequence[Job], heads: Sequence[Job]) -> JobAnalysi
     )
     call_changes = tuple(_compare_calls(base_calls, head_calls))
     time_changes = () if 0 in lengths else tuple(_compare_times(bases, heads, ranks))
-    is_worse = call_changes or any(row.verdict is Verdict.SLOWER for row in time_changes)
     return JobAnalysis(
-        EXIT_REGRESSION if is_worse else EXIT_OK,
+        EXIT_REGRESSION
+        if call_changes or any(row.verdict is Verdict.SLOWER for row in time_changes)
+        else EXIT_OK,
         call_changes=call_changes,
         time_changes=time_changes,
         compared_ranks=tuple(sorted(ranks)),
@@ -224,13 +222,13 @@ def _calls_per_step(job: Job, ranks: Set[int], round_down: bool) -> _CallCounts:
         round_down: for recordings of different lengths. Calls outside steps do not grow with the number of steps.
     """
     steps = {rank.rank: max(len(rank.each_step), 1) for rank in job.ranks if rank.rank in ranks}
-    calls: Counter[tuple[CallKind, int]] = Counter()
-    for call in job.collectives:
-        if call.rank in steps:
-            calls[call.kind, call.rank] += call.calls_in_steps
+    calls = group_by(
+        (call for call in job.collectives if call.rank in steps), lambda call: (call.kind, call.rank)
+    )
+    counts = {key: sum(call.calls_in_steps for call in repeats) for key, repeats in calls.items()}
     return {
         (kind, rank): count // steps[rank] if round_down else count / steps[rank]
-        for (kind, rank), count in calls.items()
+        for (kind, rank), count in counts.items()
         if count
     }
 

@@ -74,8 +74,9 @@ def _match_calls(traces: Sequence[RankTrace]) -> _MatchedCalls:
     member_ids: dict[object, int] = {}  # short keys for tuples of ranks, which may be long
     for trace in traces:
         numbers = defaultdict[_CallKey, Iterator[int]](itertools.count)
-        by_group = group_by(enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.key)
-        for name, calls in by_group.items():
+        for name, calls in group_by(
+            enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.key
+        ).items():
             group = calls[0][1].group
             is_world = group.ranks is None and group.size == trace.world_size
             if group.size is None or not (is_world or trace.rank in (group.ranks or ())):
@@ -190,11 +191,11 @@ def _sum_waits(
     waiting_us = defaultdict[int, float](float)
     late_us = defaultdict[int, list[float]](list)
     for arrivals, _ in collectives:
-        *others, last = sorted(arrivals, key=arrivals.__getitem__)
-        for rank in others:
+        *earlier, last = sorted(arrivals, key=arrivals.__getitem__)
+        for rank in earlier:
             waiting_us[rank] += arrivals[last] - arrivals[rank]
-        if arrivals[last] - arrivals[others[-1]] > error_us[last] + error_us[others[-1]]:
-            late_us[last].append(arrivals[last] - median(arrivals[rank] for rank in others))
+        if arrivals[last] - arrivals[earlier[-1]] > error_us[last] + error_us[earlier[-1]]:
+            late_us[last].append(arrivals[last] - median(arrivals[rank] for rank in earlier))
     return Waits(
         mesh_dim=mesh_dim,
         group_size=group_size,

@@ -88,10 +88,10 @@ def describe_kernel(
         if args.collective is not None and not comm.NO_COLLECTIVE.search(str(args.collective)[:200]):
             dtype, bytes_ = comm.payload_from_counts(args)
             name = comm.parse_collective(str(args.collective))
-            if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN:
-                name = by_name
             return call._replace(
-                collective=name,
+                collective=by_name
+                if name in (comm.UNKNOWN, "coalesced") and by_name != comm.UNKNOWN
+                else name,
                 group=comm.find_group(args, groups),
                 dtype=dtype,
                 bytes=bytes_,

@@ -434,8 +434,12 @@ class _RankReader:
         numbers = np.array([_number(message.args.correlation) for message in self._messages])
         launch_times, threads, tags = self._launches.arrays()
         is_message = np.isin(tags, numbers[numbers >= 0])
-        columns = (column[is_message].tolist() for column in (tags, launch_times, threads))
-        launches = {number: (int(thread), time_us) for number, time_us, thread in zip(*columns, strict=True)}
+        launches = {
+            number: (int(thread), time_us)
+            for number, time_us, thread in zip(
+                *(column[is_message].tolist() for column in (tags, launch_times, threads)), strict=True
+            )
+        }
         for message, number in zip(self._messages, numbers.tolist(), strict=True):
             launch = launches.get(number)
             enclosing = find_enclosing(by_thread, *launch) if launch else []

@@ -91,9 +91,12 @@ def record(
             ranks_by_report.setdefault(_summarize(text), []).append(file.stem.removeprefix("rank"))
         else:
             file.unlink()
-    notes = [f"rank {', '.join(ranks)} {report}" for report, ranks in ranks_by_report.items()]
-    traces = sorted(folder.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))
-    return Recording(code, tuple(traces), tuple(notes) if files else (_NO_RANKS,))
+    notes = (f"rank {', '.join(ranks)} {report}" for report, ranks in ranks_by_report.items())
+    return Recording(
+        exit_code=code,
+        traces=tuple(sorted(folder.glob("rank*.json.gz"), key=lambda file: (len(file.name), file))),
+        notes=tuple(notes) if files else (_NO_RANKS,),
+    )
 
 
 def _summarize(text: str) -> str:

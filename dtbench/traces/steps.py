@@ -53,8 +53,11 @@ class Steps:
     @property
     def longest_us(self) -> float | None:
         """Duration of the longest step; None with fewer than two, since one step is no evidence for the others."""
-        durations = (end - start for start, end in (*self.host_spans, *self.spans))
-        return max(durations) if len(self.spans) > 1 else None
+        return (
+            max(end - start for start, end in (*self.host_spans, *self.spans))
+            if len(self.spans) > 1
+            else None
+        )
 
     def select(self, begin: int, end: int) -> "Steps":
         """Keeps the steps from index `begin` up to `end` and counts the others as excluded."""

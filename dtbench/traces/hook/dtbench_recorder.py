@@ -112,9 +112,11 @@ class Recorder:
 
         The profiler itself warms up in the last step of the warm-up.
         """
-        kinds = (ProfilerAction.RECORD, ProfilerAction.WARMUP)
         self.profile = profile(
-            record_shapes=True, schedule=(lambda step: kinds[step < self.warmup]) if self.steps else None
+            record_shapes=True,
+            schedule=(lambda step: ProfilerAction.WARMUP if step < self.warmup else ProfilerAction.RECORD)
+            if self.steps
+            else None,
         )
         self.profile.step_num = self.done
         self.profile.preset_metadata_json("dtbench", about())
@@ -170,8 +172,10 @@ class Recorder:
             )
             faulthandler.dump_traceback_later(15, exit=True)  # its GPU may wait for ranks that have exited
         elif self.done <= self.warmup and self.steps and not self.has_ended:
-            remedy = "a smaller --warmup" if self.done else "--steps 0, which needs no optimizer"
-            self.notes.write(f"ended after {self.done} steps, none of them recorded: give {remedy}\n")
+            self.notes.write(
+                f"ended after {self.done} steps, none of them recorded: give "
+                f"{'a smaller --warmup' if self.done else '--steps 0, which needs no optimizer'}\n"
+            )
         self.end()
         faulthandler.cancel_dump_traceback_later()
 
