@@ -19,11 +19,6 @@ quiet = pytest.mark.filterwarnings("ignore")  # of torch's tracers
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def slow_but(names: Iterable[str], *fast: str) -> list[Any]:
-    """The names as parameters of a test, of which all but the `fast` ones are of the slow tier."""
-    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
-
-
 def compiled(fn: Callable[..., Any], **options: Any) -> Any:
     """`fn` compiled afresh; its graphs are executed by eager kernels if `options` name no backend."""
     return torch.compile(fn, **({"backend": "aot_eager"} | options))

@@ -1,4 +1,4 @@
-"""torch.compile and tracers over DTensors: values and gradients are those of plain tensors, in one graph."""
+"""torch.compile over DTensors: values and gradients are those of plain tensors, in one graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.tests.compiling import RANKS, Pairs, assert_close, compiled, placed, quiet, ranks_for, whole
-from core.tests.gloo_world import mesh_of
+from core.tests.compiling import (
+    RANKS,
+    Pairs,
+    assert_close,
+    compiled,
+    mesh_in_graphs,
+    placed,
+    quiet,
+    ranks_for,
+    whole,
+)
+from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.placing import place
 from core.tests.torch_version import BEFORE_213
-from dtbench_core import DTensor, Partial, Replicate, Shard
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, local_map
 from dtbench_core.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 
@@ -122,31 +132,171 @@ def _block(backend: str, sequence: bool = False) -> Pairs:
     return pairs
 
 
-def _sequence_parallel_block(backend: str) -> Pairs:
-    return _block(backend, sequence=True)
+# ---- from_local and to_local ----
 
 
-def _slow(*row: Any) -> Any:
-    return pytest.param(*row, marks=pytest.mark.slow)
+Wrap = Callable[[torch.Tensor], DTensor]
+
+
+def _moved(tensor: Any, placement: Placement) -> Any:
+    """A DTensor placed otherwise; plain tensors are moved nowhere."""
+    return tensor.redistribute(placements=[placement]) if isinstance(tensor, DTensor) else tensor
+
+
+# Of a DTensor that from_local made.
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "square": lambda d: d * d + 2,
+    "layer norm": lambda d: F.layer_norm(d.t(), d.shape[:1]),
+    "pending": lambda d: d @ d.t(),
+    "view": lambda d: d[1:].t(),
+    "write": lambda d: (d * 2).mul_(3),
+    "moved": lambda d: F.layer_norm(_moved(d.exp(), Shard(1)), (4,)),
+    "whole": lambda d: _moved(d * 2, Replicate()).sum(0),
+}
+
+
+def _input(full: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, Wrap, Wrap]:
+    """This rank's part, a leaf; what wraps it, and what wraps its gradient."""
+    local = placed(full.detach(), placement).to_local().clone().requires_grad_()
+    mesh, shape, stride = mesh_of((RANKS,)), full.shape, full.stride()
+
+    def wrap(part: torch.Tensor, placed: Placement = placement) -> DTensor:
+        return DTensor.from_local(part, mesh, [placed], shape=shape, stride=stride)
+
+    of_term = Replicate() if placement.is_partial() else placement
+    return local, wrap, lambda grad: wrap(grad, of_term)
+
+
+def _inputs(backend: str, names: list[str], leaf: bool, rows: int) -> Pairs:
+    """Of a leaf from_local makes what autograd takes for a view; of others it does not."""
+    pairs: Pairs = []
+    for name in names:
+        for placement in (Shard(0), Replicate(), Partial()):
+            torch._dynamo.reset()
+            plain, fn = torch.randn(rows, 4, requires_grad=True), INSIDE[name]
+            local, wrap, wrap_grad = _input(plain, placement)
+            got = compiled(fn, backend=backend, fullgraph=True)(wrap(local if leaf else local * 1))
+            expected = fn(plain)
+            got.sin().sum().backward()
+            expected.sin().sum().backward()
+            pairs += [(whole(got), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]
+    return pairs
+
+
+def _from_to_local(backend: str) -> Pairs:
+    """In a graph: the way in, a move and the way out; and a graph of what to_local gave outside."""
+    pairs: Pairs = []
+    for placement in (Shard(0), Shard(1), Partial()):
+        torch._dynamo.reset()
+        plain = torch.randn(5, 4, requires_grad=True)
+        local, wrap, wrap_grad = _input(plain, placement)
+
+        def inside(part: torch.Tensor, wrap: Wrap = wrap) -> torch.Tensor:
+            return wrap(part).softmax(0).redistribute(placements=[Replicate()]).to_local() + 1
+
+        got, expected = compiled(inside, backend=backend, fullgraph=True)(local), plain.softmax(0) + 1
+        got.sin().sum().backward()
+        expected.sin().sum().backward()
+        pairs += [(got.detach(), expected.detach()), (whole(wrap_grad(local.grad)), plain.grad)]
+        x = placed(plain, Replicate())
+        outside = compiled(lambda t: t.softmax(0), backend=backend, fullgraph=True)((x * 2).to_local())
+        outside.sin().sum().backward()
+        plain.grad = None
+        (plain * 2).softmax(0).sin().sum().backward()
+        pairs.append((whole(x.grad), plain.grad))
+    return pairs
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Any) -> Any:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _training(backend: str) -> Pairs:
+    """Steps, each compiled whole, of sharded parameters; of inputs whose gradients reach the local tensors."""
+
+    def step(net: nn.Module, optimizer: Any, x: Any) -> Any:
+        loss = net(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pairs: Pairs = []
+    for placement in (Shard(0), Partial()):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        plain = _Net()
+        parts = copy.deepcopy(plain)
+        for module in parts.modules():
+            for name, p in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, nn.Parameter(placed(p.detach())))
+        fast = compiled(step, backend=backend)
+        ours, theirs = (torch.optim.AdamW(net.parameters(), 0.05) for net in (parts, plain))
+        for seed in range(2):
+            full = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            local, wrap, wrap_grad = _input(full, placement)
+            pairs.append((whole(fast(parts, ours, wrap(local))), step(plain, theirs, full)))
+            pairs.append((whole(wrap_grad(local.grad)), full.grad))
+        trained = zip(parts.parameters(), plain.parameters(), strict=True)
+        pairs += [(whole(one), other.detach()) for one, other in trained]
+    return pairs
+
+
+# name -> (function of a backend and of these arguments, the arguments)
+PROGRAMS: dict[str, tuple[Callable[..., Pairs], tuple[Any, ...]]] = {
+    "block": (_block, ()),
+    "sequence parallel block": (_block, (True,)),
+    "methods": (_methods, ()),
+    "ops": (_ops, ()),
+    "leaves": (_inputs, (list(INSIDE), True, 4)),
+    "uneven leaves": (_inputs, (["layer norm", "moved"], True, 3)),
+    "results": (_inputs, (["square", "layer norm"], False, 3)),
+    "inside": (_from_to_local, ()),
+    "training": (_training, ()),
+}
 
 
 @pytest.mark.parametrize(
-    ("fn", "world_size", "backend"),
+    ("name", "world_size", "backend"),
     [
-        (_block, 2, "aot_eager"),
-        (_methods, 2, "aot_eager"),
-        *(_slow(fn, n, "aot_eager") for fn, n in ((_ops, 2), (_ops, 4), (_sequence_parallel_block, 2))),
+        *((name, RANKS, "aot_eager") for name in PROGRAMS),
+        ("ops", 4, "aot_eager"),
         # Each rank has a C++ compiler build each graph: seconds apiece on a busy machine without a cache.
-        *(_slow(fn, 2, "inductor") for fn in (_ops, _methods, _block)),
+        *(
+            (name, RANKS, "inductor")
+            for name in ("block", "methods", "ops", "uneven leaves", "inside", "training")
+        ),
     ],
 )
 @quiet
-def test_compiled(
-    request: pytest.FixtureRequest, fn: Callable[..., Pairs], world_size: int, backend: str
-) -> None:
-    if BEFORE_213 and fn is not _ops:
+def test_compiled(request: pytest.FixtureRequest, name: str, world_size: int, backend: str) -> None:
+    if BEFORE_213 and name != "ops":
         pytest.skip("before torch 2.13 Dynamo takes no mesh into a graph")
+    fn, args = PROGRAMS[name]
     tolerances = {"rtol": 1e-4, "atol": 1e-5} if backend == "inductor" else {}
-    assert_close(
-        ranks_for(request, backend)(fn, backend, world_size=world_size, timeout_s=240.0), **tolerances
-    )
+    pairs_by_rank = ranks_for(request, backend)(fn, backend, *args, world_size=world_size, timeout_s=240.0)
+    assert_close(pairs_by_rank, **tolerances)
+
+
+@mesh_in_graphs
+@quiet
+@on_ranks(world_size=RANKS)
+def test_graphs_do_not_ask_other_ranks() -> None:
+    mesh = mesh_of((RANKS,))
+    ragged = torch.ones(3 if mesh.get_local_rank() == 0 else 1, 2)
+    mapped = local_map(lambda t: t * 2, out_placements=[Shard(0)])
+
+    def wrap(t: torch.Tensor) -> DTensor:
+        return DTensor.from_local(t, mesh, [Shard(0)], shape=(4, 2), stride=(2, 1)) * 2
+
+    for fn, value, message in (
+        (wrap, ragged, "expected .2, 2. on this rank"),
+        (mapped, placed(torch.ones(3, 2)), "outside of it"),
+    ):
+        with pytest.raises(Exception, match=message):
+            compiled(lambda t, fn=fn: fn(t), fullgraph=True)(value)

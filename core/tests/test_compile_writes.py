@@ -20,13 +20,11 @@ from core.tests.compiling import (
     placed,
     quiet,
     ranks_for,
-    slow_but,
 )
 from core.tests.gloo_world import on_ranks
 from dtbench_core import DTensor, PlacementError, Replicate, Shard
 
 pytestmark = [mesh_in_graphs, quiet]
-slow = pytest.mark.slow
 S0, R = Shard(0), Replicate()
 Program = Callable[..., Any]
 
@@ -62,12 +60,10 @@ RETURNED: dict[str, tuple[Program, str]] = {
 }
 
 
-@pytest.mark.parametrize("requires_grad", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("name", slow_but(RETURNED, "copied view of the argument", "base and copied view"))
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", RETURNED)
 @on_ranks(world_size=RANKS)
-def test_write_to_a_result_shows_in_what_shares_its_memory_or_is_refused(
-    name: str, requires_grad: bool
-) -> None:
+def test_write_to_a_result_shows_in_shared_memory_or_is_refused(name: str, requires_grad: bool) -> None:
     fn, refused = RETURNED[name]
     if requires_grad and "write" in name:
         return  # a leaf must not be written to
@@ -95,9 +91,8 @@ def _loss_of_concatenated(first: Any, second: Any) -> Any:
     return torch.cat([first, second]).sin().sum()
 
 
-@slow
 @on_ranks(world_size=RANKS)
-def test_gradients_of_a_compiled_function_may_be_written_to() -> None:
+def test_compiled_gradients_accept_in_place_writes() -> None:
     torch._dynamo.reset()
     plain = [numbers(True), numbers(True)]
     parameters = [placed(full) for full in plain]
@@ -126,9 +121,9 @@ WRITES: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("requires_grad", [False, pytest.param(True, marks=slow)])
+@pytest.mark.parametrize("requires_grad", [False, True])
 @on_ranks(world_size=RANKS)
-def test_copied_view_of_an_argument_is_not_read_after_a_write_to_the_argument(requires_grad: bool) -> None:
+def test_copied_view_refuses_reads_after_a_write_to_its_argument(requires_grad: bool) -> None:
     reads: list[Program] = [lambda v: v.full_tensor(), lambda v: (v + 1).full_tensor() - 1]
     torch._dynamo.reset()
     view: Program = lambda x: x.t()[:, 2:].t()[1:]  # noqa: E731 - compiled as such
@@ -191,9 +186,8 @@ def _chains_read_after_a_write(backend: str) -> list[tuple[str, str, bool]]:
     return outcomes
 
 
-@slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_chained_views_are_not_read_after_a_write(request: pytest.FixtureRequest, backend: str) -> None:
+def test_chained_views_refuse_reads_after_a_write(request: pytest.FixtureRequest, backend: str) -> None:
     outcomes_by_rank = ranks_for(request, backend)(
         _chains_read_after_a_write, backend, world_size=RANKS, timeout_s=240.0
     )
@@ -202,9 +196,8 @@ def test_chained_views_are_not_read_after_a_write(request: pytest.FixtureRequest
         assert all(refused == (write != "none") for _, write, refused in outcomes), outcomes
 
 
-@slow
 @on_ranks(world_size=RANKS)
-def test_eager_copied_view_shows_writes_to_a_window_that_a_graph_returned() -> None:
+def test_eager_copied_view_shows_writes_to_a_compiled_view() -> None:
     orders: list[Callable[..., tuple[Any, Any]]] = [
         lambda x, compiled: (x[1:3], compiled(lambda a: a.t())(x)),
         lambda x, compiled: (lambda r: (r[:, 1:3].t(), r))(compiled(lambda a: a.t())(x)),
@@ -231,9 +224,8 @@ def test_eager_copied_view_shows_writes_to_a_window_that_a_graph_returned() -> N
 # ---- writes in a graph ----
 
 
-@slow
 @on_ranks(world_size=RANKS)
-def test_graph_that_writes_to_an_argument_and_returns_a_view_of_it_is_refused_under_autograd() -> None:
+def test_autograd_refuses_a_returned_view_of_a_written_argument() -> None:
     for name in ("rows after a write", "rows before a write", "columns after a write"):
         torch._dynamo.reset()
         leaf = placed(numbers(True))
@@ -259,7 +251,7 @@ COPIED: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(COPIED, "rows"))
+@pytest.mark.parametrize("name", COPIED)
 @on_ranks(world_size=RANKS)
 def test_write_in_a_graph_to_a_copied_argument_is_refused(name: str) -> None:
     for write in (lambda v: v.fill_(0), lambda v: v.t()[1:].mul_(3)):
@@ -284,7 +276,7 @@ VIEWS: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(VIEWS, "transposed"))
+@pytest.mark.parametrize("name", VIEWS)
 @on_ranks(world_size=RANKS)
 def test_write_to_one_of_two_arguments_that_share_memory_is_refused(name: str) -> None:
     view = VIEWS[name]
@@ -294,8 +286,7 @@ def test_write_to_one_of_two_arguments_that_share_memory_is_refused(name: str) -
         with pytest.raises(RuntimeError, match="shares memory with another argument"):
             compiled(lambda a, b: (a.mul_(2), b + 1)[1])(x, view(x))
         assert_equal([x], [torch.ones(8, 4)])
-        empty = compiled(lambda a, b: (a.mul_(2), b + 1)[1])(x, x[:, :0])
-        assert empty.shape == (8, 0)
+        assert compiled(lambda a, b: (a.mul_(2), b + 1)[1])(x, x[:, :0]).shape == (8, 0)
         assert_equal([x], [torch.full((8, 4), 2.0)])
         # Without a write both may be given.
         both = compiled(lambda a, b: a.sum() + b.sum())(x, view(x))
@@ -322,10 +313,9 @@ VIEWS_AND_WRITES: dict[str, Program] = {
 }
 
 
-@slow
 @pytest.mark.parametrize("name", VIEWS_AND_WRITES)
 @on_ranks(world_size=RANKS)
-def test_graph_returns_copied_views_with_the_later_writes_in_it(name: str) -> None:
+def test_returned_copied_views_include_later_writes(name: str) -> None:
     for shape in ((8, 4), (2, 0)):
         for placement in (S0, R):
             torch._dynamo.reset()
@@ -346,9 +336,9 @@ SAVED_AND_WRITTEN: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(SAVED_AND_WRITTEN, "by a view"))
+@pytest.mark.parametrize("name", SAVED_AND_WRITTEN)
 @on_ranks(world_size=RANKS)
-def test_compiled_backward_pass_refuses_saved_tensors_that_were_written_to(name: str) -> None:
+def test_compiled_backward_refuses_overwritten_saved_tensors(name: str) -> None:
     def outcome(x: Any, compiled: Program, which: str) -> Any:
         y = x * 1
         z = compiled(torch.exp if which == "result" else torch.sin)(y.t() if which == "view" else y)
@@ -369,9 +359,8 @@ def test_compiled_backward_pass_refuses_saved_tensors_that_were_written_to(name:
             torch.testing.assert_close(got, expected)
 
 
-@slow
 @on_ranks(world_size=RANKS)
-def test_graph_returns_a_tensor_and_what_functions_with_nothing_to_do_make_of_it() -> None:
+def test_graph_returns_a_tensor_and_its_no_op_conversions() -> None:
     functions: list[Program] = [
         lambda v: (lambda a: (a, a.contiguous()))(v.squeeze()),
         lambda v: (lambda a: (a, a.float(), a.contiguous().contiguous()))(v.t()),

@@ -215,8 +215,7 @@ def test_equal_mesh_of_a_new_world_has_its_own_groups() -> None:
     for _ in range(2):
         dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
         device_mesh = init_device_mesh(DEVICE_TYPE, (8,))
-        tensor = distribute_tensor(torch.ones(8), device_mesh, [Shard(0)])
-        groups.append(tensor._spec.info.groups[0])
+        groups.append(distribute_tensor(torch.ones(8), device_mesh, [Shard(0)])._spec.info.groups[0])
         assert groups[-1] is device_mesh.get_group(0)
         dist.destroy_process_group()
     assert groups[0] is not groups[1]
@@ -317,8 +316,7 @@ def test_fake_tensors_stay_fake_and_real_ones_real(mesh: DeviceMesh, name: str) 
     for _ in range(3):
         with FakeTensorMode():
             fake_x = DTensor.from_local(torch.empty(1, 4), mesh, [Shard(0)])
-            fake_w = DTensor.from_local(torch.empty(4, 4), mesh, [Replicate()])
-            result = CALLS[name](fake_x, fake_w)
+            result = CALLS[name](fake_x, DTensor.from_local(torch.empty(4, 4), mesh, [Replicate()]))
             assert isinstance(result.to_local(), FakeTensor)
             assert result.to_local().shape == real.shape
     again = CALLS[name](x, w).to_local()
@@ -332,8 +330,7 @@ def test_trace_contains_the_local_ops(mesh: DeviceMesh, name: str) -> None:
 
     def program(local_x: torch.Tensor, local_w: torch.Tensor) -> torch.Tensor:
         placed_x = DTensor.from_local(local_x, mesh, [Shard(0)])
-        placed_w = DTensor.from_local(local_w, mesh, [Replicate()])
-        return CALLS[name](placed_x, placed_w).to_local()
+        return CALLS[name](placed_x, DTensor.from_local(local_w, mesh, [Replicate()])).to_local()
 
     traced = make_fx(program)(x.to_local(), w.to_local())
     other = x.to_local() + 1
@@ -386,8 +383,7 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
     expected = CALLS[name](x, w).to_local()
     with torch.inference_mode():
         for _ in range(3):
-            result = CALLS[name](x, w)
-            assert torch.equal(result.to_local(), expected)
+            assert torch.equal(CALLS[name](x, w).to_local(), expected)
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "relu"])

@@ -193,8 +193,7 @@ def test_every_rank_refuses_a_dtype(case: str) -> None:
 
 
 def _cut(placement: Any, shape: tuple[int, ...] = (8, 4)) -> DTensor:
-    full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
-    return place(full, placement)
+    return place(torch.arange(float(torch.Size(shape).numel())).reshape(shape), placement)
 
 
 # ---- implicit replication ----

@@ -141,8 +141,7 @@ def test_tangents_pass_conversions() -> None:
             (dual.to_local() * 2, 2 * x.cos()[rank : rank + 1]),
             (DTensor.from_local(local, mesh_of((4,)), [S0]) * 2, 2 * x.cos()),
         ):
-            tangent = forward_ad.unpack_dual(got).tangent
-            torch.testing.assert_close(full(tangent), want, check_dtype=False)
+            torch.testing.assert_close(full(forward_ad.unpack_dual(got).tangent), want, check_dtype=False)
 
 
 @on_ranks
@@ -211,8 +210,7 @@ def test_gradients_are_those_of_torch() -> None:
     # Inputs that the output does not depend on.
     missing = torch.autograd.grad(x.exp(), [x, y], spread, allow_unused=True)
     assert missing[1] is None and isinstance(missing[0], DTensor)
-    zeros = torch.autograd.grad(x.exp(), [x, y], spread, materialize_grads=True)[1]
-    _equal(zeros, torch.zeros(8, 4))
+    _equal(torch.autograd.grad(x.exp(), [x, y], spread, materialize_grads=True)[1], torch.zeros(8, 4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -199,8 +199,7 @@ def _split(draw: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Draws another shape with as many elements."""
     left, sizes = math.prod(shape), []
     while left > 1 and len(sizes) < 2:
-        divisors = [d for d in range(1, left + 1) if left % d == 0]
-        sizes.append(draw(st.sampled_from(divisors)))
+        sizes.append(draw(st.sampled_from([d for d in range(1, left + 1) if left % d == 0])))
         left //= sizes[-1]
     return (*sizes, left)
 
@@ -483,8 +482,7 @@ def test_rows_of_gpu_ops_give_each_rank_its_shard(mesh: MeshInfo) -> None:
         except NotImplementedError:  # torch 2.11 has no meta kernel for one of them
             assert BEFORE_213
             continue
-        rule = rules_by_op.get(op)
-        strategy = rule(call)
+        strategy = rules_by_op.get(op)(call)
         assert len(strategy.rows) == count, op
         for row in strategy.rows:
             inputs, outputs = [(p,) for p in row.inputs], [(p,) for p in row.outputs]

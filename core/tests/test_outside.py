@@ -130,9 +130,7 @@ def test_training_runs_on_ranks_outside_the_mesh() -> None:
     mine = torch.ones(2, 3, requires_grad=True)
     for _ in range(2):
         optimizer.zero_grad()
-        x = DTensor.from_local(mine, _pair(), [S0])
-        loss = module(x).pow(2).mean().to_local()
-        loss.sum().backward()
+        module(DTensor.from_local(mine, _pair(), [S0])).pow(2).mean().to_local().sum().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
     assert mine.grad is not None and mine.grad.shape == (2, 3)
@@ -185,8 +183,7 @@ MESHES = ([3, 2, 1, 0], [3, 1, 2, 0], [[3, 1], [2, 0]], [[0, 3], [2, 1]])
 
 
 def _placements(mesh: DeviceMesh, dims: int) -> list[tuple[Placement, ...]]:
-    kinds = (R, *(Shard(d) for d in range(dims)))
-    return list(itertools.product(kinds, repeat=mesh.ndim))
+    return list(itertools.product(((R, *(Shard(d) for d in range(dims)))), repeat=mesh.ndim))
 
 
 def _full(*shape: int) -> torch.Tensor:

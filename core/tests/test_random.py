@@ -289,8 +289,7 @@ def _drawn_by(seed: int, *shape: int) -> Any:
 
 def _local_tensors_of_all_ranks(local: torch.Tensor, mesh: Any) -> list[torch.Tensor]:
     """Returns the local tensor of each rank of a 1-D mesh."""
-    gathered = DTensor.from_local(local.contiguous(), mesh, [S0]).full_tensor()
-    return list(gathered.chunk(mesh.size()))
+    return list(DTensor.from_local(local.contiguous(), mesh, [S0]).full_tensor().chunk(mesh.size()))
 
 
 @contextmanager

@@ -88,8 +88,7 @@ def test_every_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
     for src, dst in itertools.product(itertools.product(kinds, repeat=len(mesh_shape)), repeat=2):
         if any(d == P and s != P for s, d in zip(src, dst, strict=True)):
             continue
-        tensor = place(full, device_mesh, src)
-        moved = tensor.redistribute(placements=dst)
+        moved = place(full, device_mesh, src).redistribute(placements=dst)
         want = place(full, device_mesh, dst).to_local()
         assert P in dst or torch.equal(moved.to_local(), want), (src, dst)
         assert torch.equal(moved.full_tensor(), full) and moved.placements == dst, (src, dst)
@@ -253,8 +252,7 @@ def test_pending_conjugations_are_moved(shape: tuple[int, ...]) -> None:
     for src, dst in itertools.product((R, S0, S1, P, Partial("product")), (R, S0, S1)):
         spec = DTensorSpec.of(mesh, (src,), shape, contiguous_stride(shape), full.dtype)
         moved = run_route(_held(full, mesh, (src,)).conj(), cheapest_route(spec, (dst,)))
-        want = _held(full.conj().resolve_conj(), mesh, (dst,))
-        assert torch.allclose(moved, want), (src, dst)
+        assert torch.allclose(moved, _held(full.conj().resolve_conj(), mesh, (dst,))), (src, dst)
 
 
 # ---- dtypes that transports cannot reduce ----

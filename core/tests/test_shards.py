@@ -243,8 +243,7 @@ def test_even_shards_need_no_shape() -> None:
     replica = _wrapper([(0, ROWS, 0, 8), (0, ROWS, 8, 8)])
     for shard in replica.shards:
         shard += rank  # run_check makes replicas equal
-    copied = DTensor.from_local(replica, mesh_of((4,)), [R], run_check=True)
-    for table in (rows, columns, copied):
+    for table in (rows, columns, DTensor.from_local(replica, mesh_of((4,)), [R], run_check=True)):
         assert (tuple(table.shape), table.stride()) == ((ROWS, WIDTH), (WIDTH, 1))
         assert _all_equal(table.full_tensor(), _table())
 
@@ -290,8 +289,7 @@ def _misplaced(use: str, folder: str) -> None:
 
 def _computes(*_: str) -> None:
     table = _tensor("row-wise even")
-    indices = distribute_tensor(torch.tensor([1, 7]), mesh_of((4,)), [R])
-    torch.nn.functional.embedding(indices, table)
+    torch.nn.functional.embedding(distribute_tensor(torch.tensor([1, 7]), mesh_of((4,)), [R]), table)
 
 
 OFFSETS = (_misplaced, r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)", LayoutError)

@@ -41,8 +41,7 @@ refused = pytest.raises(RuntimeError, match="is being modified inplace")
 
 @on_ranks(world_size=RANKS)
 def test_backward_pass_refuses_saved_tensors_written_to_through_shared_memory() -> None:
-    x = _sharded().requires_grad_()
-    y = x * 2
+    y = _sharded().requires_grad_() * 2
     local, z = y.to_local(), (y * y).sum()
     with torch.no_grad():
         local.add_(1)
@@ -121,8 +120,7 @@ def test_write_to_a_result_of_from_local_reaches_the_base_of_its_argument() -> N
     leaf, plain = (torch.ones(3, 3).requires_grad_() for _ in range(2))
     y, expected = leaf * 2, plain * 2
     DTensor.from_local(y[1:], mesh_of((RANKS,)), [Shard(0)]).mul_(3)  # the view y[1:] is not kept
-    row = y[:1]
-    DTensor.from_local(row, mesh_of((RANKS,)), [Shard(0)]).mul_(5)
+    DTensor.from_local(y[:1], mesh_of((RANKS,)), [Shard(0)]).mul_(5)
     expected[1:].mul_(3)
     expected[:1].mul_(5)
     with torch.no_grad():

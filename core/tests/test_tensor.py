@@ -103,8 +103,7 @@ def test_run_check_makes_replicas_equal_and_leaves_the_input() -> None:
 def test_distribute_module_with_hooks() -> None:
     def shard_rows(name: str, module: nn.Module, mesh: Any) -> None:
         if isinstance(module, nn.Linear):
-            weight = distribute_tensor(module.weight.detach(), mesh, [S0])
-            module.weight = nn.Parameter(weight)
+            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [S0]))
 
     torch.manual_seed(0)
     plain = nn.Linear(4, 8)
@@ -275,8 +274,7 @@ def test_conversion_to_python_and_numpy() -> None:
     assert x.tolist() == full.tolist() and f"{x.sum():.1f}" == "66.0"
     with pytest.raises(ArgumentError, match=r"numpy got .*expected a replicated tensor"):
         x.numpy()
-    whole = x.redistribute(placements=[Replicate()])
-    assert whole.numpy().tolist() == full.tolist()
+    assert x.redistribute(placements=[Replicate()]).numpy().tolist() == full.tolist()
     assert torch.equal(x.to(torch.float8_e4m3fn).to(torch.float32).full_tensor(), full)
 
 

@@ -39,7 +39,6 @@ SLOW = {
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_options.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",
-    "core/tests/test_same_graph.py::*": "the same, by the hundred",
     # Workers that die or hang are waited for.
     "core/tests/test_coverage_tool.py::test_a_worker_*": "a worker that dies, and one that is waited for",
     "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
@@ -58,10 +57,11 @@ SLOW = {
 
 # Fast exceptions from the patterns above, one of each kind.
 FAST = (
-    "core/tests/test_compile.py::test_compiled[block]",
-    "core/tests/test_compile_from_local.py::test_graphs_do_not_ask_other_ranks",
+    "core/tests/test_compile.py::test_compiled[block-2-aot_eager]",
+    "core/tests/test_compile.py::test_graphs_do_not_ask_other_ranks",
     "core/tests/test_compile_kinds.py::test_export*",
-    "core/tests/test_compile_writes.py::test_write_to_a_result_shows_*",
+    "core/tests/test_compile_writes.py::test_write_to_a_result_shows_*[base and copied view-False]",
+    "core/tests/test_compile_writes.py::test_write_to_a_result_shows_*[copied view of the argument-False]",
 )
 
 

@@ -184,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("  ".join(f"{cell:>10}" for cell in row))
     table = table_of(outcomes)
     if options.output:
-        is_page = options.output.suffix == ".md"
-        options.output.write_text(page_of(outcomes) if is_page else text_of(table))
+        options.output.write_text(page_of(outcomes) if options.output.suffix == ".md" else text_of(table))
     worse = became_worse(json.loads(options.base.read_text()), table) if options.base else []
     for line in worse:
         _say(f"worse: {line}")

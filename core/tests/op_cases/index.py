@@ -60,8 +60,7 @@ def _listed(a: Any, b: Any) -> Any:
     """index_add and its kin: rows [2, -1, 0] written from b's first three."""
     rows = index_for(a, [2, 1, 0], R)
     source = b[:3]
-    outs = [a.index_add(0, rows, source, alpha=2), a.index_copy(0, rows, source)]
-    return flat(outs)
+    return flat([a.index_add(0, rows, source, alpha=2), a.index_copy(0, rows, source)])
 
 
 def _listed_in_place(a: Any, b: Any) -> Any:
@@ -94,8 +93,7 @@ def _gather(a: Any) -> Any:
 
 def _scatter(a: Any, b: Any) -> Any:
     """Indices that cover the batch dim in full, and that do not."""
-    length = b.shape[1]
-    full = index_for(a, [[2, 1, 0, 1][:length]] * 8, R)[: a.shape[0]]
+    full = index_for(a, [[2, 1, 0, 1][: b.shape[1]]] * 8, R)[: a.shape[0]]
     part = index_for(a, [[0, 1], [2, 1]], R)
     outs = []
     for index in (full, part):
@@ -129,8 +127,7 @@ def _scatter_in_place(a: Any, b: Any) -> Any:
 def _take(a: Any, b: Any) -> Any:
     """Indices into the flattened tensor."""
     index = index_for(a, [[3, -1, 0], [1, 2, 4]], S0)
-    outs = [a.take(index), a.put(index, b[:2, :3], accumulate=True)]
-    return flat(outs)
+    return flat([a.take(index), a.put(index, b[:2, :3], accumulate=True)])
 
 
 def _put(a: Any, b: Any) -> Any:

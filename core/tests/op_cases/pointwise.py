@@ -52,8 +52,7 @@ def _written(a: Any, b: Any) -> Any:
 
 def _complex(a: Any, b: Any) -> Any:
     z = torch.complex(a, b)
-    pairs = torch.view_as_real(z)
-    again = torch.view_as_complex(pairs * 2)
+    again = torch.view_as_complex(torch.view_as_real(z) * 2)
     outs = [z.real, z.imag, z.abs(), (z * z.conj()).real, z.resolve_conj().conj().imag, again.imag]
     outs += [aten.conj_physical(z).imag, aten._conj_physical(z).imag]
     return total([*outs, torch.polar(a.exp(), b).real])
@@ -125,8 +124,7 @@ def _every_overload(a: Any, b: Any) -> Any:
     outs = []
     for op in _overloads().values():
         args, kwargs = _arguments(op, tensors, a)
-        results = op(*args, **kwargs)
-        outs += results or args[0]
+        outs += op(*args, **kwargs) or args[0]
     return flat(outs)
 
 
