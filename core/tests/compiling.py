@@ -1,7 +1,5 @@
 """What the tests of compiled programs share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

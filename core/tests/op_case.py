@@ -1,5 +1,6 @@
 """One entry of the op tables: what test_ops.py runs against plain torch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,10 +43,7 @@ def index_for(like: Any, values: list[Any], placement: Placement) -> Any:
 
 def total(parts: list[Any]) -> Any:
     """One tensor of many of the same shape, which tells them apart."""
-    first, *others = [part.double() * (i + 1) for i, part in enumerate(parts)]
-    for part in others:
-        first = first + part
-    return first
+    return functools.reduce(torch.add, (part.double() * (i + 1) for i, part in enumerate(parts)))
 
 
 def flat(parts: list[Any]) -> Any:

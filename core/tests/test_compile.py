@@ -1,7 +1,5 @@
 """torch.compile over DTensors: values and gradients are those of plain tensors, in one graph."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -49,9 +47,8 @@ def _ops(backend: str) -> Pairs:
     )
     pairs = [(compiled(fn, backend=backend, fullgraph=True)(rows), fn(x)) for fn in of_rows]
     pairs.append((compiled(torch.matmul, backend=backend, fullgraph=True)(rows, columns), x @ y))
-    for moved in (both(Replicate()), both(Shard(1))):
-        fn = compiled(lambda t, p=moved: t.redistribute(placements=p) * 2, backend=backend)
-        pairs.append((fn(rows), x * 2))
+    moves = [lambda t, p=p: t.redistribute(placements=both(p)) * 2 for p in (Replicate(), Shard(1))]
+    pairs += [(compiled(fn, backend=backend)(rows), x * 2) for fn in moves]
     pairs.append((compiled(lambda t: t.full_tensor() + 1, backend=backend)(rows), x + 1))
 
     p, q = x.clone().requires_grad_(), y.clone().requires_grad_()
@@ -93,11 +90,12 @@ def _methods(backend: str) -> Pairs:
 
 
 class _Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
@@ -105,7 +103,7 @@ def _block(backend: str, sequence: bool = False) -> Pairs:
     """A block's loss and gradients, two steps of it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    mesh, plain = mesh_of((RANKS,)), _Block()
+    mesh, plain = mesh_of((RANKS,)), _Block(8)
     parts, cut = copy.deepcopy(plain), Shard(1)
     styles: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
@@ -125,9 +123,11 @@ def _block(backend: str, sequence: bool = False) -> Pairs:
         got = step(mine)
         got.pow(2).sum().backward()
         pairs.append((got.detach(), expected.detach()))
-    for one, other in zip(parts.parameters(), plain.parameters(), strict=True):
-        if isinstance(one.grad, DTensor):
-            pairs.append((whole(one.grad), other.grad))
+    pairs += [
+        (whole(got.grad), expected.grad)
+        for got, expected in zip(parts.parameters(), plain.parameters(), strict=True)
+        if isinstance(got.grad, DTensor)
+    ]
     assert len(pairs) >= 6
     return pairs
 
@@ -207,15 +207,6 @@ def _from_to_local(backend: str) -> Pairs:
     return pairs
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Any) -> Any:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def _training(backend: str) -> Pairs:
     """Steps, each compiled whole, of sharded parameters; of inputs whose gradients reach the local tensors."""
 
@@ -230,7 +221,7 @@ def _training(backend: str) -> Pairs:
     for placement in (Shard(0), Partial()):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        plain = _Net()
+        plain = _Block(4)
         parts = copy.deepcopy(plain)
         for module in parts.modules():
             for name, p in list(module.named_parameters(recurse=False)):
@@ -240,10 +231,12 @@ def _training(backend: str) -> Pairs:
         for seed in range(2):
             full = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)).requires_grad_()
             local, wrap, wrap_grad = _input(full, placement)
-            pairs.append((whole(fast(parts, ours, wrap(local))), step(plain, theirs, full)))
-            pairs.append((whole(wrap_grad(local.grad)), full.grad))
-        trained = zip(parts.parameters(), plain.parameters(), strict=True)
-        pairs += [(whole(one), other.detach()) for one, other in trained]
+            losses = whole(fast(parts, ours, wrap(local))), step(plain, theirs, full)
+            pairs += [losses, (whole(wrap_grad(local.grad)), full.grad)]
+        pairs += [
+            (whole(got), expected.detach())
+            for got, expected in zip(parts.parameters(), plain.parameters(), strict=True)
+        ]
     return pairs
 
 

@@ -3,8 +3,6 @@
 Each program also runs on plain tensors. A DTensor shows the same values, or the write or the read is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

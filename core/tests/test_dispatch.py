@@ -1,6 +1,6 @@
 """Dispatch of an op: caching, the fast path of repeated calls, and modes and transforms that rule it out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,12 +34,11 @@ def distribute_tensor(full: torch.Tensor, device_mesh: DeviceMesh, placements: A
 
 
 @pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
+def mesh(fake_world: Callable[[int], None]) -> DeviceMesh:
     """A mesh of eight simulated ranks on rank 0, with empty caches."""
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    fake_world(8)
     clear_caches()
-    yield init_device_mesh(DEVICE_TYPE, (8,))
-    dist.destroy_process_group()
+    return init_device_mesh(DEVICE_TYPE, (8,))
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def test_repeated_views_share_the_version_of_their_base(x: DTensor) -> None:
         assert x._version == before + 1
 
 
-def test_repeated_writes_are_counted_like_those_of_torch(x: DTensor) -> None:
+def test_repeated_writes_bump_the_version_as_in_torch(x: DTensor) -> None:
     expected = x.to_local().clone()
     for _ in range(4):
         assert x.add_(1) is x
@@ -117,15 +116,17 @@ def test_repeated_writes_are_counted_like_those_of_torch(x: DTensor) -> None:
                 product.sum().backward()
 
 
-def test_dims_are_not_mistaken_for_numbers(x: DTensor) -> None:
+def test_plan_cache_distinguishes_dims_from_numbers(x: DTensor) -> None:
     square = x.redistribute(placements=[Replicate()])[:4]
-    plain = square.to_local()
-    for _ in range(3):
-        assert torch.equal(torch.max(square, square * 2).to_local(), torch.max(plain, plain * 2))
-        assert torch.equal(torch.max(square, 0).values.to_local(), torch.max(plain, 0).values)
-        assert torch.equal(torch.max(square, 1).values.to_local(), torch.max(plain, 1).values)
-        assert torch.equal(square.sum(0).to_local(), plain.sum(0))
-        assert torch.equal(square.sum(1).to_local(), plain.sum(1))
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda t: torch.max(t, t * 2),
+        lambda t: torch.max(t, 0).values,
+        lambda t: torch.max(t, 1).values,
+        lambda t: t.sum(0),
+        lambda t: t.sum(1),
+    ]
+    for call in calls * 3:
+        assert torch.equal(call(square).to_local(), call(square.to_local()))
 
 
 @pytest.mark.parametrize("form", [list, tuple])
@@ -133,19 +134,16 @@ def test_requires_grad_is_detected_inside_sequences(x: DTensor, form: Any) -> No
     """torch's check of whether an argument requires grad does not look into tuples."""
     y = x.clone().requires_grad_()
     for tensors in (form((y, x)), form((x, y))):
-        assert torch.cat(tensors, 1).requires_grad
-        assert torch.cat(tensors=tensors, dim=1).requires_grad
+        assert torch.cat(tensors, 1).requires_grad and torch.cat(tensors=tensors, dim=1).requires_grad
     assert torch.cat((x, x)).requires_grad is False
 
 
-def test_gradients_of_plain_and_distributed_inputs_at_once(x: DTensor) -> None:
-    """The functions of autograd take plain and distributed tensors in one call."""
+def test_autograd_grad_takes_plain_and_distributed_inputs(x: DTensor) -> None:
     plain = torch.ones(1, 4, requires_grad=True)
     y = x.clone().requires_grad_()
     out = (DTensor.from_local(plain, x.device_mesh, [Shard(0)]) * y).to_local()
     first, second = torch.autograd.grad(out, (plain, y), torch.full((1, 4), 2.0))
-    assert torch.equal(first, 2 * x.to_local())
-    assert torch.equal(second.to_local(), torch.full((1, 4), 2.0))
+    assert torch.equal(first, 2 * x.to_local()) and torch.equal(second.to_local(), torch.full((1, 4), 2.0))
 
 
 def test_dispatch_modes_see_every_op(x: DTensor) -> None:
@@ -202,9 +200,8 @@ def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None
     for dim in range(2):
         for start in range(4):
             x.sum(dim).view(-1)[start : start + 1].sum()
-    held = cache_info()
-    assert 0 < held["plans"] <= 5
-    assert held["fast"] <= 5
+    counts = cache_info()
+    assert 0 < counts["plans"] <= 5 and counts["fast"] <= 5
     clear_caches()
     assert cache_info() == {"plans": 0, "fast": 0, "bound": 5}
 
@@ -221,9 +218,11 @@ def test_equal_mesh_of_a_new_world_has_its_own_groups() -> None:
     assert groups[0] is not groups[1]
 
 
-def test_fast_writes_to_lists_count_each(mesh: DeviceMesh) -> None:
-    xs = [distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)]) for _ in range(3)]
-    ys = [distribute_tensor(torch.full((8, 2), 2.0), mesh, [Shard(0)]) for _ in range(3)]
+def test_repeated_list_writes_bump_each_version(mesh: DeviceMesh) -> None:
+    xs, ys = (
+        [distribute_tensor(torch.full((8, 2), value), mesh, [Shard(0)]) for _ in range(3)]
+        for value in (1.0, 2.0)
+    )
     for step in range(4):
         versions = [x._version for x in xs]
         assert torch._foreach_add_(xs, ys)[0] is xs[0]
@@ -237,7 +236,7 @@ SGD = {
 }
 
 
-def test_lost_write_in_a_list_is_refused(mesh: DeviceMesh) -> None:
+def test_list_write_to_a_copied_view_is_refused(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     y = distribute_tensor(torch.ones(1, 2), mesh, [Replicate()])
     for _ in range(3):
@@ -245,7 +244,7 @@ def test_lost_write_in_a_list_is_refused(mesh: DeviceMesh) -> None:
             torch._fused_sgd_([x[:1], x[1:2]], [y, y], [], lr=0.1, is_first_step=True, **SGD)
 
 
-def test_functions_that_may_return_their_input_copy_if_the_full_tensor_needs_it(mesh: DeviceMesh) -> None:
+def test_contiguous_and_reshape_copy_if_the_full_tensor_is_strided(mesh: DeviceMesh) -> None:
     """A shard of one row is contiguous even if the full tensor is not."""
     channels_last = {"memory_format": torch.channels_last}
     calls: list[tuple[tuple[int, ...], Any]] = [
@@ -272,16 +271,17 @@ def test_functions_that_may_return_their_input_copy_if_the_full_tensor_needs_it(
 def test_results_of_a_copied_view_may_be_written(mesh: DeviceMesh) -> None:
     x = distribute_tensor(torch.ones(8, 2), mesh, [Shard(0)])
     view = x[:1]
-    results = [view.redistribute(placements=[Replicate()]), view.redistribute(forward_dtype=torch.float64)]
-    results += [view + 0, view.detach().clone()]
-    for one in results:
-        assert type(one) is DTensor
-        assert bool((one.add_(1).to_local() == 2).all())
-    views = (view, view[:, :1])
-    assert type(views[1]) is type(view) is not DTensor
+    for result in (
+        view.redistribute(placements=[Replicate()]),
+        view.redistribute(forward_dtype=torch.float64),
+        view + 0,
+        view.detach().clone(),
+    ):
+        assert type(result) is DTensor and bool((result.add_(1).to_local() == 2).all())
+    column = view[:, :1]
+    assert type(column) is type(view) is not DTensor
     x.to_local().fill_(3)
-    for stale in views:
-        assert bool((stale.to_local() == 3).all())
+    assert all(bool((stale.to_local() == 3).all()) for stale in (view, column))
 
 
 # ---- modes and transforms ----
@@ -300,11 +300,9 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _inputs(mesh: DeviceMesh) -> tuple[DTensor, DTensor]:
-    x = torch.arange(32.0).view(8, 4) / 8 - 2
-    weight = torch.arange(16.0).view(4, 4) / 4
     return (
-        distribute_tensor(x, mesh, [Shard(0)]),
-        distribute_tensor(weight, mesh, [Replicate()]),
+        distribute_tensor(torch.arange(32.0).view(8, 4) / 8 - 2, mesh, [Shard(0)]),
+        distribute_tensor(torch.arange(16.0).view(4, 4) / 4, mesh, [Replicate()]),
     )
 
 
@@ -317,8 +315,7 @@ def test_fake_tensors_stay_fake_and_real_ones_real(mesh: DeviceMesh, name: str) 
         with FakeTensorMode():
             fake_x = DTensor.from_local(torch.empty(1, 4), mesh, [Shard(0)])
             result = CALLS[name](fake_x, DTensor.from_local(torch.empty(4, 4), mesh, [Replicate()]))
-            assert isinstance(result.to_local(), FakeTensor)
-            assert result.to_local().shape == real.shape
+            assert isinstance(result.to_local(), FakeTensor) and result.to_local().shape == real.shape
     again = CALLS[name](x, w).to_local()
     assert not isinstance(again, FakeTensor) and torch.equal(again, real)
 
@@ -338,25 +335,22 @@ def test_trace_contains_the_local_ops(mesh: DeviceMesh, name: str) -> None:
     assert torch.equal(traced(other, w.to_local()), expected)
 
 
-class _Seen(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("name", "function"), [("relu", "relu"), ("linear", "linear"), ("view", "view"), ("view", "__getitem__")]
 )
 def test_torch_function_modes_see_repeated_calls(mesh: DeviceMesh, name: Any, function: Any) -> None:
+    names: list[str] = []
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
     x, w = _inputs(mesh)
     _repeat(CALLS[name], x, w)
-    with _Seen() as seen:
+    with Recording():
         CALLS[name](x, w)
-    assert function in seen.names
+    assert function in names
 
 
 # torch scripts some of its own formulas when forward mode is first used, and takes them apart into prims,
@@ -364,21 +358,19 @@ def test_torch_function_modes_see_repeated_calls(mesh: DeviceMesh, name: Any, fu
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", CALLS)
-def test_forward_mode_derivatives(mesh: DeviceMesh, name: str) -> None:
+def test_repeated_calls_have_forward_mode_derivatives(mesh: DeviceMesh, name: str) -> None:
     x, w = _inputs(mesh)
     _repeat(CALLS[name], x, w)
-    tangent = torch.ones_like(x)
-    with forward_ad.dual_level():
-        result = forward_ad.unpack_dual(CALLS[name](forward_ad.make_dual(x, tangent), w)).tangent
-    plain_x, plain_w = x.to_local(), w.to_local()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(plain_x, torch.ones_like(plain_x))
-        expected = forward_ad.unpack_dual(CALLS[name](dual, plain_w)).tangent
-    assert torch.equal(result.to_local(), expected)
+    tangents = []
+    for point, weight in ((x, w), (x.to_local(), w.to_local())):
+        with forward_ad.dual_level():
+            result = CALLS[name](forward_ad.make_dual(point, torch.ones_like(point)), weight)
+            tangents.append(forward_ad.unpack_dual(result).tangent)
+    assert torch.equal(tangents[0].to_local(), tangents[1])
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
+def test_repeated_calls_equal_in_inference_mode(mesh: DeviceMesh, name: str) -> None:
     x, w = _inputs(mesh)
     expected = CALLS[name](x, w).to_local()
     with torch.inference_mode():
@@ -387,13 +379,13 @@ def test_inference_mode(mesh: DeviceMesh, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n != "relu"])
-def test_double_backward(mesh: DeviceMesh, name: str) -> None:
+def test_repeated_calls_have_second_derivatives(mesh: DeviceMesh, name: str) -> None:
     """Cubes the result, so that second derivatives are not zero, and compares each rank's own shard."""
     x, w = _inputs(mesh)
     _repeat(CALLS[name], x, w)
     seconds = []
-    for one, weight in ((x, w), (x.to_local(), w.to_local())):
-        leaf = one.detach().requires_grad_()
+    for point, weight in ((x, w), (x.to_local(), w.to_local())):
+        leaf = point.detach().requires_grad_()
         (first,) = torch.autograd.grad(CALLS[name](leaf, weight).pow(3).sum(), leaf, create_graph=True)
         seconds.append(torch.autograd.grad(first.sum(), leaf)[0])
     assert seconds[1].any()

@@ -30,8 +30,8 @@ from dtbench_core import (
     implicit_replication,
 )
 
-PLACED: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
-S, R, P, S0, S1 = Shard, Replicate(), Partial(), Shard(0), Shard(1)
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+PLACED: list[list[Placement]] = [[S0], [S1], [R]]
 quiet = pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 
 
@@ -46,10 +46,6 @@ def _same(got: Any, expected: Any) -> bool:
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-def _into(full: torch.Tensor, placements: list[Placement]) -> Any:
-    return distribute_tensor(full.clone(), mesh_of((4,)), placements)
 
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {
@@ -68,13 +64,13 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 @on_ranks
 def test_op_without_a_rule_equals_plain_torch(name: str, placements: list[Placement]) -> None:
     full = _random(5, 5)
-    assert _same(FUNCTIONS[name](_into(full, placements)), FUNCTIONS[name](full))
+    assert _same(FUNCTIONS[name](place(full, *placements)), FUNCTIONS[name](full))
 
 
 def test_fallback_is_counted_and_warns_once(fake_world: Callable[[int], None]) -> None:
     fake_world(4)
     clear_fallbacks()
-    x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S(0)])
+    x = distribute_tensor(torch.eye(4), mesh_of((4,)), [S0])
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -105,7 +101,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 @on_ranks
 def test_writes_reach_the_written_tensor(name: str, written: list[Placement], read: list[Placement]) -> None:
     x, y = _random(2, 5, 3).unbind()
-    target, source = _into(x, written), _into(y, read)
+    target, source = place(x, *written), place(y, *read)
     got = WRITES[name](target, source)
     x = x.clone()
     assert _same(got, WRITES[name](x, y)) and _same(target, x)
@@ -116,22 +112,21 @@ def test_in_place_add_to_a_partial_has_a_rule() -> None:
     """Addends of any placement are added to a Partial without a fallback; it stays Partial."""
     clear_fallbacks()
     full = torch.arange(15.0).reshape(5, 3)
-    for read in ([R], [S(0)], [Partial()]):
-        total = _into(full, [S(0)]).sum(0)
-        total.add_(_into(full[0], read)).sub_(_into(full[1], [R]), alpha=2)
+    for read in (R, S0, P):
+        total = place(full, S0).sum(0)
+        total.add_(place(full[0], read)).sub_(place(full[1]), alpha=2)
         assert _same(total, full.sum(0) + full[0] - 2 * full[1])
     assert not fallbacks()
 
 
 def _resized(size: int, placement: Placement) -> Any:
-    out = _into(torch.empty(size), [placement])
-    return torch.mul(_into(torch.arange(15.0).reshape(5, 3), [S(0)]), 2, out=out)
+    return torch.mul(place(torch.arange(15.0).reshape(5, 3), S0), 2, out=place(torch.empty(size), placement))
 
 
 @pytest.mark.filterwarnings("ignore:aten.mul.out got out= of shape")
 @on_ranks
 def test_out_is_resized_as_torch_does() -> None:
-    for out in (_resized(0, R), _resized(2, S(0))):
+    for out in (_resized(0, R), _resized(2, S0)):
         assert _same(out, torch.arange(15.0).reshape(5, 3) * 2) and out.shape == (5, 3)
 
 
@@ -139,7 +134,7 @@ def test_resizing_a_nonempty_out_warns(fake_world: Callable[[int], None]) -> Non
     fake_world(4)
     _resized(0, R)  # warnings are errors here
     with pytest.warns(UserWarning, match=r"out= of shape \[2\].*resized"):
-        _resized(2, S(0))
+        _resized(2, S0)
 
 
 # ---- views that are copies ----
@@ -147,7 +142,7 @@ def test_resizing_a_nonempty_out_warns(fake_world: Callable[[int], None]) -> Non
 
 @on_ranks
 def test_lazy_view_refuses_reads_after_a_write_to_its_base() -> None:
-    x = _into(torch.arange(8.0), [S(0)]) * 1j
+    x = place(torch.arange(8.0), S0) * 1j
     view = x.conj()
     assert _same(view * 1, torch.arange(8.0) * -1j) and _same(view[1:], torch.arange(1.0, 8.0) * -1j)
     x.add_(1)
@@ -175,7 +170,7 @@ BAD_DTYPES: dict[str, Callable[[Any], Any]] = {
         x.half(), *(place(torch.ones(5).double()) for _ in range(2))
     ),
     "input that moves first": lambda x: torch.nn.functional.batch_norm(
-        place(torch.ones(3, 2, 4).double(), S(1)), *(place(torch.ones(2), S(0)) for _ in range(2))
+        place(torch.ones(3, 2, 4).double(), S1), *(place(torch.ones(2), S0) for _ in range(2))
     ),
 }
 
@@ -184,7 +179,7 @@ BAD_DTYPES: dict[str, Callable[[Any], Any]] = {
 @on_ranks
 def test_every_rank_refuses_a_dtype(case: str) -> None:
     """Two of four ranks have no rows and run no kernel, and the meta kernels accept these dtypes."""
-    x = place(torch.ones(2, 5), S(0))
+    x = place(torch.ones(2, 5), S0)
     with pytest.raises(RuntimeError, match="dtype"):
         BAD_DTYPES[case](x)
 

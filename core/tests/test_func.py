@@ -194,8 +194,8 @@ def test_gradients_are_those_of_torch() -> None:
     spread = distribute_tensor(cotangent, mesh, [Replicate()], src_data_rank=None)
 
     # A cotangent placed otherwise, a scalar without one, several outputs at once.
-    got = torch.autograd.grad(x.exp(), x, spread)[0]
-    _equal(got, torch.autograd.grad(plain.exp(), plain, cotangent)[0])
+    expected = torch.autograd.grad(plain.exp(), plain, cotangent)[0]
+    _equal(torch.autograd.grad(x.exp(), x, spread)[0], expected)
     _equal(torch.autograd.grad((x * x).sum(), x)[0], 2 * plain.detach())
     got = torch.autograd.grad([x.exp(), x.sin()], [x], [spread, spread])[0]
     _equal(got, torch.autograd.grad([plain.exp(), plain.sin()], [plain], [cotangent, cotangent])[0])
@@ -307,23 +307,20 @@ def test_constants_are_refused_inside_a_transform_and_used_from_outside() -> Non
     _equal(grad(lambda t: (t * made).sum())(distribute_tensor(x, mesh, [R])), constant.expand(8, 4))
 
 
-# ---- local_map and register_sharding ----
+# ---- local_map ----
 
 
 A, B = torch.arange(32.0).reshape(8, 4), torch.arange(24.0).reshape(4, 6)
-
-
-# ---- local_map ----
 
 
 @on_ranks
 def test_shards_in_and_placements_out() -> None:
     """Multiplies along a sharded inner dim: each rank computes a term."""
     a, b = place(A, S1).requires_grad_(), place(B, S0).requires_grad_()
-    types = []
+    seen = []
 
     def multiply(x: torch.Tensor, y: torch.Tensor, scale: float, *, bias: float) -> torch.Tensor:
-        types.append((type(x), type(y), tuple(x.shape)))
+        seen.append((type(x), type(y), tuple(x.shape)))
         return x @ y * scale + bias
 
     mapped = local_map(multiply, [P], ([S1], [S0], None))
@@ -331,11 +328,10 @@ def test_shards_in_and_placements_out() -> None:
     out.redistribute(placements=[R]).sum().backward()
     moved = local_map(multiply, (P,), ([S1], [S0], None), redistribute_inputs=True)
     again = moved(place(A, S0), place(B, R), 2.0, bias=0.0)
-    assert all(x is y is torch.Tensor for x, y, _ in types) and types[0][2] == (8, 1), "plain"
-    assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist(), "value"
-    assert a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist(), "grad"
-    assert mapped.__name__ == "multiply", "name"
-    assert type(mapped(A, B, 1.0, bias=1.0)) is torch.Tensor, "no tensors"
+    assert seen == [(torch.Tensor, torch.Tensor, (8, 1))] * 2
+    assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A @ B * 2).tolist()
+    assert a.grad.full_tensor().tolist() == (torch.ones(8, 6) @ B.t() * 2).tolist()
+    assert (mapped.__name__, type(mapped(A, B, 1.0, bias=1.0))) == ("multiply", torch.Tensor)
 
 
 @on_ranks
@@ -348,10 +344,9 @@ def test_several_results_and_gradients() -> None:
     scaled, text, total = parts(place(A, S0), w)
     total.redistribute(placements=[R]).backward()
     plain = parts(place(A, S0), torch.ones(4))[0]  # a plain tensor is passed as it is
-    assert scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist(), "scaled"
-    assert text == "text", "text"
-    assert float(total.full_tensor().detach()) == float(A.sum()), "total"
-    assert w.grad.full_tensor().tolist() == A.sum(0).tolist(), "grad"
+    assert scaled.full_tensor().tolist() == plain.full_tensor().tolist() == A.tolist()
+    results = text, total.full_tensor().tolist(), w.grad.full_tensor().tolist()
+    assert results == ("text", A.sum().tolist(), A.sum(0).tolist())
 
 
 def _identity(x: Any, *_: Any) -> Any:
@@ -434,25 +429,26 @@ def test_custom_ops_get_rules() -> None:
         out, total = ops.combine(a, 2.0, [same])
     with count_collectives() as moving:
         again, _ = ops.combine(a, 2.0, [across])
-    assert seen[0] == ((8, 4), 2, torch.float32, 2.0, 1, (S0,)), "seen"
-    assert (out.placements, total.placements) == ((S0,), (P,)), "placed"
-    assert sum(count.calls.values()) == 0 and sum(moving.calls.values()) == 1, "free"
-    assert out.full_tensor().tolist() == again.full_tensor().tolist() == (A * 3).tolist(), "value"
-    assert float(total.full_tensor()) == float(A.sum()), "total"
+    assert seen[0] == ((8, 4), 2, torch.float32, 2.0, 1, (S0,))
+    assert (out.placements, total.placements) == ((S0,), (P,))
+    assert (sum(count.calls.values()), sum(moving.calls.values())) == (0, 1)
+    results = [t.full_tensor().tolist() for t in (out, again, total)]
+    assert results == [(A * 3).tolist(), (A * 3).tolist(), A.sum().tolist()]
 
 
-@on_ranks
-def test_invalid_rules_are_refused() -> None:
-    op = _library().backwards.default
-    answers: list[tuple[Any, str]] = [
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
         ([([S0, S0], [S0])], "returned placements of 2 outputs and 1 input tensors, expected 1 and 1"),
         ([([Shard(7)], [S0])], r"got Shard\(7\) for a tensor of 2 dims"),
-    ]
-    for answer, message in answers:
-        dist.barrier()  # ranks may be threads, with one table of rules
-        register_sharding(op)(lambda x: answer)  # noqa: B023
-        with pytest.raises(CoreError, match=message):
-            op(place(A, S0))
+    ],
+)
+@on_ranks
+def test_invalid_rules_are_refused(answer: Any, message: str) -> None:
+    op = _library().backwards.default
+    register_sharding(op)(lambda x: answer)
+    with pytest.raises(CoreError, match=message):
+        op(place(A, S0))
 
 
 @on_ranks
@@ -467,8 +463,7 @@ def test_rules_are_replaced() -> None:
         assert callable(message), "a decorator"
         for scale, placement in ((2.0, S0), (3.0, R)):
             scaled = op(x, scale)
-            assert scaled.placements == (placement,)
-            assert scaled.full_tensor().equal(A * scale)
+            assert scaled.placements == (placement,) and scaled.full_tensor().equal(A * scale)
     finally:
         dist.barrier()
         base.rules_by_op.pop(op, None)

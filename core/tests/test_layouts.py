@@ -92,21 +92,19 @@ def test_moving(mesh: tuple[int, ...], options: list[list[Placement]]) -> None:
     """Redistributes between every two placements and compares values and gradients."""
     for src, dst in itertools.product(options, options):
         tensor = _cut(A, src, mesh).requires_grad_()
-        whole = A
-        for placement, parts, index in zip(
-            tensor.placements, mesh, mesh_of(mesh).get_coordinate(), strict=True
-        ):
-            if isinstance(placement, Shard):
-                whole = placement.part(whole, parts, index)
-        assert torch.equal(tensor.to_local(), whole), src
+        own_part = _part(A, tensor.placements, mesh, mesh_of(mesh).get_coordinate())
+        assert torch.equal(tensor.to_local(), own_part), src
         moved = tensor.redistribute(placements=dst)
         want = _cut(A, dst, mesh)
-        assert moved.placements == want.placements, (src, dst)
-        assert torch.equal(moved.to_local(), want.to_local()), (src, dst)
-        assert torch.equal(moved.full_tensor(), A), (src, dst)
         moved.backward(_cut(B, dst, mesh))
-        assert tensor.grad is not None and tensor.grad.placements == tensor.placements, (src, dst)
-        assert torch.equal(tensor.grad.full_tensor(), B), (src, dst)
+        assert (moved.placements, tensor.grad.placements) == (want.placements, tensor.placements), (src, dst)
+        torch.testing.assert_close(
+            [moved.to_local(), moved.full_tensor(), tensor.grad.full_tensor()],
+            [want.to_local(), A, B],
+            rtol=0,
+            atol=0,
+            msg=lambda text, where=(src, dst): f"{where}: {text}",
+        )
 
 
 @pytest.mark.parametrize("placement", (ROWS, StridedShard(0, 2), RaggedShard(1, (0, 4, 0, 0))))
@@ -178,8 +176,7 @@ def test_ops_of_different_shards() -> None:
     for other in (R, S0, S1, RaggedShard(0, (2, 2, 2, 2)), RaggedShard(0, (4, 0, 4, 0)), StridedShard(0, 2)):
         assert torch.equal((x + _cut(B, other)).full_tensor(), A + B), other
         assert torch.allclose((_cut(B, other) @ x.t()).full_tensor(), B @ A.t()), other
-    for broadcast in (x * _cut(torch.arange(4.0), R), x + 1):
-        assert broadcast.placements == (ROWS,)
+    assert (x * _cut(torch.arange(4.0), R)).placements == (x + 1).placements == (ROWS,)
 
 
 @on_ranks

@@ -22,7 +22,6 @@ from dtbench_core import (
     ExplicitRedistributionContext,
     MeshError,
     Partial,
-    Placement,
     RaggedShard,
     RedistributionError,
     Replicate,
@@ -80,15 +79,8 @@ def _program() -> dict[str, Any]:
     out["grad"] = x.grad
     summary = {}
     for name, tensor in out.items():
-        local = tensor.to_local()
-        full = tensor.detach().full_tensor()
-        summary[name] = (
-            tuple(tensor.shape),
-            tensor.dtype,
-            tensor.placements,
-            local.numel(),
-            tuple(full.shape),
-        )
+        local, full = tensor.to_local(), tensor.detach().full_tensor()
+        summary[name] = tuple(tensor.shape), tensor.dtype, tensor.placements, local.numel(), tuple(full.shape)
         assert local.shape == tensor._spec.local_shape
     summary["equal"] = torch.equal(x.detach(), x.detach())
     return summary
@@ -152,8 +144,7 @@ def test_ranks_outside_send_nothing_and_raise_the_same_errors() -> None:
         ExplicitRedistributionContext(),
     ):
         _ = x + other
-    messages = comm.all_gather_objects(str(caught.value))
-    assert len(set(messages)) == 1, messages
+    assert len(set(comm.all_gather_objects(str(caught.value)))) == 1
 
 
 @on_ranks
@@ -166,8 +157,8 @@ def test_tables_on_meshes_of_one_rank_are_saved_and_loaded(tmp_path: Path) -> No
         held = torch.full((8, 16), float(rank)) if rank == owner else torch.empty(0)
         table = DTensor.from_local(held, mesh, [R], run_check=False, shape=(8, 16), stride=(16, 1))
         state[f"table{owner}"] = table
-        assert (table.shape, table.stride()) == ((8, 16), (16, 1))
-        assert table.to_local().numel() == (128 if owner == rank else 0)
+        numel = 128 if owner == rank else 0
+        assert (table.shape, table.stride(), table.to_local().numel()) == ((8, 16), (16, 1), numel)
         assert f"rank {owner}" in sharding_text(table)
     dcp.save(state, checkpoint_id=tmp_path)
     fresh = {name: table.clone().zero_() for name, table in state.items()}
@@ -180,10 +171,6 @@ def test_tables_on_meshes_of_one_rank_are_saved_and_loaded(tmp_path: Path) -> No
 
 
 MESHES = ([3, 2, 1, 0], [3, 1, 2, 0], [[3, 1], [2, 0]], [[0, 3], [2, 1]])
-
-
-def _placements(mesh: DeviceMesh, dims: int) -> list[tuple[Placement, ...]]:
-    return list(itertools.product(((R, *(Shard(d) for d in range(dims)))), repeat=mesh.ndim))
 
 
 def _full(*shape: int) -> torch.Tensor:
@@ -215,7 +202,7 @@ def test_ragged_and_checked_tensors_on_meshes_that_do_not_ascend(order: Any) -> 
 def test_random_numbers_are_those_of_one_device(order: Any) -> None:
     mesh = mesh_in(order)
     full = _full(8, 4)
-    for placed in _placements(mesh, 2):
+    for placed in itertools.product((R, S0, S1), repeat=mesh.ndim):
         x = distribute_tensor(full, mesh, placed, src_data_rank=None)
         manual_seed(7, mesh)
         got = [F.dropout(x), torch.rand_like(x), x.clone().normal_()]
@@ -224,9 +211,7 @@ def test_random_numbers_are_those_of_one_device(order: Any) -> None:
         torch.testing.assert_close([one.full_tensor() for one in got], wanted)
     torch.manual_seed(mesh.get_rank())  # replicas agree even so
     drawn = torch.rand_like(distribute_tensor(full, mesh, src_data_rank=None)).to_local()
-    seen = [torch.empty_like(drawn) for _ in range(4)]
-    torch.distributed.all_gather(seen, drawn)
-    assert all(torch.equal(one, drawn) for one in seen)
+    assert all(torch.equal(draw, drawn) for draw in comm.all_gather_objects(drawn))
 
 
 @pytest.mark.parametrize("order", MESHES, ids=str)

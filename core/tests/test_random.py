@@ -26,19 +26,14 @@ def _drawn_in_a_graph() -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())
     x = distribute_tensor(torch.ones(64), mesh_of((2, 2)), [S0, R], src_data_rank=None)
-    draws: list[Callable[[DTensor], DTensor]] = [
-        torch.rand_like,
-        F.dropout,
-        lambda t: torch.empty_like(t).normal_(),
-    ]
+    draws = torch.rand_like, F.dropout, lambda t: torch.empty_like(t).normal_()
     compiled = [torch.compile(draw, backend="aot_eager", fullgraph=True) for draw in draws]
     return [draw(x).to_local() for draw in compiled for _ in range(2)]
 
 
 def test_replicas_draw_the_same_in_graphs(ranks: ThreadWorlds) -> None:
     drawn = ranks(_drawn_in_a_graph)
-    torch.testing.assert_close(drawn[:2], [drawn[0], drawn[0]], rtol=0, atol=0)
-    torch.testing.assert_close(drawn[2:], [drawn[2], drawn[2]], rtol=0, atol=0)
+    torch.testing.assert_close(drawn, [drawn[0], drawn[0], drawn[2], drawn[2]], rtol=0, atol=0)
     for each in drawn[::2]:
         assert all(len(one.unique()) > 1 for one in each)
         assert not any(torch.equal(one, again) for one, again in zip(each[::2], each[1::2], strict=True))
@@ -104,8 +99,8 @@ def test_strided_tensors_draw_as_on_one_device() -> None:
         for placed in (Replicate(), Shard(0), Shard(1), Partial()):
             x = distribute_tensor(full, mesh, [placed], src_data_rank=None)
             random.manual_seed(5, mesh)
-            assert torch.equal(draw(x).full_tensor(), expected), f"{name} {placed}"
-            assert torch.equal(torch.rand(1), after), f"{name} {placed}"
+            results = draw(x).full_tensor(), torch.rand(1)
+            assert all(map(torch.equal, results, (expected, after))), f"{name} {placed}"
 
 
 @pytest.mark.parametrize(
@@ -139,21 +134,6 @@ def _replicas(placements: list[Any], shape: tuple[int, ...] = (2, 2)) -> DTensor
     return x
 
 
-def _draws_after(seed: int, count: int = 2) -> torch.Tensor:
-    """Returns the last of `count` draws of one device."""
-    torch.manual_seed(seed)
-    return [torch.rand(8, 3) for _ in range(count)][-1]
-
-
-@contextmanager
-def _impatient() -> Iterator[list[warnings.WarningMessage]]:
-    """Lets ranks wait for each other for 0.2 s only; yields the warnings."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        patch.setattr(in_step, "PATIENCE_S", 0.2)
-        yield warned
-
-
 @pytest.mark.parametrize("placements", [[R, R], [S0, R], [R, S0], [S0, S0], [Shard(1), S0]], ids=str)
 @on_gloo_ranks
 def test_synchronized_ranks_draw_as_one_device_without_communication(placements: list[Any]) -> None:
@@ -179,12 +159,16 @@ def test_synchronized_ranks_draw_as_one_device_without_communication(placements:
 def test_ranks_that_draw_alone_are_resynchronized(placements: list[Any], movers: list[int], way: str) -> None:
     x = _replicas(placements)
     moves = dist.get_rank() in movers
-    with _impatient() as warned:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr(in_step, "PATIENCE_S", 0.2)
         for _ in range(2):
             if moves:
                 torch.rand(5) if way == "draw" else torch.manual_seed(dist.get_rank())
             got = torch.rand_like(x).full_tensor()
-    torch.testing.assert_close(got, _draws_after(11, 3), rtol=0, atol=0)
+    torch.manual_seed(11)
+    draws = [torch.rand(8, 3) for _ in range(3)]
+    torch.testing.assert_close(got, draws[2], rtol=0, atol=0)
     assert sum("its generator is reset to" in str(one.message) for one in warned) <= moves
 
 

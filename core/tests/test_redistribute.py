@@ -39,29 +39,28 @@ def mesh(fake_world: Any) -> DeviceMesh:
     return init_device_mesh(DEVICE_TYPE, (2, 4))
 
 
-def _steps(
-    mesh: DeviceMesh, src: Placements, dst: Placements, shape: tuple[int, ...] = (64, 64)
-) -> list[str]:
-    spec = DTensorSpec.of(mesh, src, shape, contiguous_stride(shape), torch.float32)
-    return [
+@pytest.mark.parametrize(
+    ("src", "dst", "steps"),
+    [
+        ((S0, S1), (S0, S1), []),
+        ((R, S0), (R, S1), ["1:S(0)>S(1)"]),
+        ((P, R), (S0, R), ["0:P>S(0)"]),  # reduce-scatter, not all-reduce and cut
+        ((R, S0), (S1, R), ["0:R>S(1)", "1:S(0)>R"]),  # less is gathered after the replicated dim is cut
+        ((P, P), (R, S0), ["1:P>S(0)", "0:P>R"]),  # less is reduced after the reduce-scatter
+        *(
+            ((R, S0), (R, pending), ["1:S(0)>R", f"1:R>{pending}"])
+            for pending in (P, Partial("product"), Partial("bxor"))
+        ),
+    ],
+)
+def test_plan_takes_the_cheapest_path(
+    mesh: DeviceMesh, src: Placements, dst: Placements, steps: list[str]
+) -> None:
+    spec = DTensorSpec.of(mesh, src, (64, 64), (64, 1), torch.float32)
+    assert steps == [
         f"{'+'.join(map(str, step.mesh_dims))}:{describe(step.src)}>{describe(step.dst)}"
         for step in cheapest_route(spec, dst)
     ]
-
-
-def test_plan_takes_the_cheapest_path(mesh: DeviceMesh) -> None:
-    assert _steps(mesh, (S0, S1), (S0, S1)) == []
-    assert _steps(mesh, (R, S0), (R, S1)) == ["1:S(0)>S(1)"]
-    assert _steps(mesh, (P, R), (S0, R)) == ["0:P>S(0)"], "reduce-scatter, not all-reduce and cut"
-    # the replicated dim is cut first, so that less is gathered on the other
-    assert _steps(mesh, (R, S0), (S1, R)) == ["0:R>S(1)", "1:S(0)>R"]
-    # reduce-scatter first leaves less to reduce on the other dim
-    assert _steps(mesh, (P, P), (R, S0)) == ["1:P>S(0)", "0:P>R"]
-
-
-@pytest.mark.parametrize("pending", (P, Partial("product"), Partial("bxor")))
-def test_shard_becomes_partial_by_way_of_replicate(mesh: DeviceMesh, pending: Any) -> None:
-    assert _steps(mesh, (R, S0), (R, pending)) == ["1:S(0)>R", f"1:R>{pending}"]
 
 
 # ---- on ranks ----
@@ -115,12 +114,13 @@ def test_extrema_keep_nan() -> None:
     mine = full[dist.get_rank()]
     for op, want in {"max": full.amax(0), "min": full.amin(0)}.items():
         term = DTensor.from_local(mine, mesh, [Partial(op)])
-        rows = place(full, mesh, (S0,))
-        reduced = rows.amax(0) if op == "max" else rows.amin(0)
-        results = {"P -> R": term, "P -> S": term.redistribute(placements=[S0]), "amax, amin": reduced}
-        for what, got in results.items():
-            same = torch.allclose(got.full_tensor(), want, rtol=0, atol=0, equal_nan=True)
-            assert same, (op, what, got.full_tensor())
+        reduced = getattr(place(full, mesh, (S0,)), f"a{op}")(0)
+        results = [
+            term.full_tensor(),
+            term.redistribute(placements=[S0]).full_tensor(),
+            reduced.full_tensor(),
+        ]
+        torch.testing.assert_close(results, [want] * 3, rtol=0, atol=0, equal_nan=True)
 
 
 @on_worlds
@@ -137,11 +137,6 @@ def test_dtypes_of_a_move() -> None:
 # ---- on simulated ranks: any shape, mesh and placements ----
 
 MESHES = [(4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 1, 2), (2, 2, 2), (3, 2)]
-
-
-def _on_mesh(worlds: ThreadWorlds, fn: Any, mesh_shape: tuple[int, ...], *args: Any) -> None:
-    """Runs `fn` on simulated ranks, as many as the mesh has."""
-    worlds(fn, mesh_shape, *args, world_size=math.prod(mesh_shape))
 
 
 def _terms(full: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> torch.Tensor:
@@ -240,7 +235,7 @@ def test_any_gradient(ranks: ThreadWorlds, case: Any) -> None:
     src = tuple(R if p.is_partial() and p not in (P, Partial("avg")) else p for p in src)
     dst = tuple(R if p.is_partial() else p for p in dst)
     full = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    _on_mesh(ranks, _in_gradient, mesh_shape, full, src, dst)
+    ranks(_in_gradient, mesh_shape, full, src, dst, world_size=math.prod(mesh_shape))
 
 
 @pytest.mark.parametrize("shape", [(4, 8), (5, 3)], ids=str)
@@ -268,13 +263,13 @@ _REDUCED = [
 def test_every_dtype_is_reduced(dst: Placement) -> None:
     mesh, rank = mesh_of((WORLD_SIZE,)), dist.get_rank()
     for dtype, op in itertools.product(_REDUCED, ("sum", "avg", "product", "max", "min")):
-        if (op == "avg" and not (dtype.is_floating_point or dtype.is_complex)) or (
-            op in ("max", "min") and dtype.is_complex
-        ):
-            continue
-        if op == "product" and not (
-            REDUCES_PRODUCTS or dtype.is_complex
-        ):  # products of complex terms are gathered
+        undefined = {
+            "avg": not (dtype.is_floating_point or dtype.is_complex),
+            "max": dtype.is_complex,
+            "min": dtype.is_complex,
+            "product": not (REDUCES_PRODUCTS or dtype.is_complex),  # of complex terms, it is gathered
+        }
+        if undefined.get(op):
             continue
         halves = [[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]]
         terms = torch.tensor(halves * (WORLD_SIZE // 2)).to(dtype)

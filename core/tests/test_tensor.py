@@ -39,7 +39,7 @@ from dtbench_core import (
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.placement import BITWISE, REDUCE_OPS
 
-R, P, S0, S1, S = Replicate(), Partial(), Shard(0), Shard(1), Shard
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def _source_rank(src: int | None) -> torch.Tensor:
@@ -48,12 +48,11 @@ def _source_rank(src: int | None) -> torch.Tensor:
 
 
 def test_distribute_tensor_takes_the_source_ranks_values(worlds: AnyWorlds) -> None:
-    def parts(src: int | None) -> list[list[float]]:
-        return [part.tolist() for part in worlds(_source_rank, src)]
-
-    assert parts(0) == [[0.0, 1.0], [2.0, 3.0], [4.0], []]
-    assert parts(2) == [[20.0, 21.0], [22.0, 23.0], [24.0], []]
-    assert parts(None) == [[0.0, 1.0], [12.0, 13.0], [24.0], []]
+    assert [[part.tolist() for part in worlds(_source_rank, src)] for src in (0, 2, None)] == [
+        [[0.0, 1.0], [2.0, 3.0], [4.0], []],
+        [[20.0, 21.0], [22.0, 23.0], [24.0], []],
+        [[0.0, 1.0], [12.0, 13.0], [24.0], []],
+    ]
 
 
 @on_worlds
@@ -79,17 +78,20 @@ def _borders() -> dict[str, Any]:
     # every rank computes with another part of the replica, so the gradients of the ranks add up
     local = tensor.to_local(grad_placements=[P])
     (local[2 * dist.get_rank() : 2 * dist.get_rank() + 2] * 3).sum().backward()
-    out["to_local"] = (tensor.grad.placements == (P,), tensor.grad.full_tensor().tolist())
-    return out
+    assert tensor.grad.placements == (P,)
+    return {**out, "to_local": tensor.grad.full_tensor()}
 
 
 def test_gradients_at_the_borders(worlds: AnyWorlds) -> None:
     w = [float(i) for i in range(8)]
     for rank, got in enumerate(worlds(_borders)):
-        assert got["shard"].tolist() == w[2 * rank : 2 * rank + 2]
-        assert got["replicate"].tolist() == got["sum"].tolist() == w, "each term has the whole gradient"
-        assert got["avg"].tolist() == [x / 4 for x in w]
-        assert got["to_local"] == (True, [3.0] * 8)
+        assert {name: gradient.tolist() for name, gradient in got.items()} == {
+            "shard": w[2 * rank : 2 * rank + 2],
+            "replicate": w,
+            "sum": w,  # each term has the whole gradient
+            "avg": [x / 4 for x in w],
+            "to_local": [3.0] * 8,
+        }
 
 
 @on_worlds
@@ -158,14 +160,8 @@ def test_meta_tensors_send_nothing(placement: Any) -> None:
     """Also on a rank whose shard is empty."""
     tensor = distribute_tensor(torch.empty(5, 3, device="meta"), mesh_of((4,)), [placement])
     with count_collectives() as count:
-        result = (
-            tensor.softmax(0),
-            tensor @ tensor.t(),
-            tensor.sum(),
-            tensor.redistribute(placements=[S1]),
-        )
-        assert {one.to_local().device.type for one in result} == {"meta"}
-        assert tensor.full_tensor().shape == (5, 3)
+        results = tensor.softmax(0), tensor @ tensor.t(), tensor.sum(), tensor.redistribute(placements=[S1])
+        assert all(result.to_local().is_meta for result in results) and tensor.full_tensor().shape == (5, 3)
     assert not count.calls
     filled = torch.empty_like(tensor, device="cpu")
     assert filled.to_local().device.type == "cpu" and filled.to("meta").to_local().is_meta
@@ -309,13 +305,13 @@ class _Two(torch.autograd.Function):
 def test_unused_outputs_of_autograd_functions() -> None:
     """Autograd passes plain zeros for their gradients."""
     mesh, full = mesh_of((4,)), torch.arange(15.0).view(5, 3)
-    for placed in (S(0), R, P):
+    for placed in (S0, R, P):
         for used in (0, 1):
             x = distribute_tensor(full, mesh, [placed], src_data_rank=None).requires_grad_()
             _Two.apply(x)[used].sum().backward()
             assert x.grad is not None and torch.equal(x.grad.full_tensor(), torch.full((5, 3), 2.0 + used))
     local = torch.ones(2, requires_grad=True)
-    y = DTensor.from_local(local * 1, mesh, [S(0)])
+    y = DTensor.from_local(local * 1, mesh, [S0])
     y.eq_(y).sum().backward()  # zeros of autograd's own
     assert local.grad is not None and not local.grad.any()
 
@@ -344,7 +340,7 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
     values = torch.arange(20.0).view(10, 2)
     for names in ("xvtw", "vxwt", "twvx"):
         wanted = written(values.clone(), names)
-        for placed in (S(0), R, S(1)):
+        for placed in (S0, R, S1):
             for full, got in zip(wanted, written(place(values.clone(), placed), names), strict=True):
                 assert isinstance(got, DTensor) and got.storage_offset() == full.storage_offset()
                 assert torch.equal(got.full_tensor(), full), (placed, names)
@@ -353,7 +349,7 @@ def test_duplicates_share_memory_as_the_originals_do(duplicate: Any) -> None:
 @on_ranks
 def test_copied_view_of_an_expanded_tensor_is_read_only() -> None:
     """It is unknown which elements of the base a write should change."""
-    x = place(torch.arange(2.0), S(0))
+    x = place(torch.arange(2.0), S0)
     seen = x.expand(2, 2).diagonal()
     with pytest.raises(PlacementError, match="the write would be lost"):
         seen.fill_(2)
@@ -365,13 +361,10 @@ def test_copied_view_of_an_expanded_tensor_is_read_only() -> None:
 @on_ranks
 def test_local_shapes_and_offsets_equal_torch(shape: Any) -> None:
     mesh, rank = mesh_of((2, 2)), dist.get_rank()
-    assert S.local_shard_size_and_offset(10, 4, 3) == (1, 9) and S.local_shard_size_and_offset(5, 4, 3) == (
-        0,
-        5,
-    )
+    assert [Shard.local_shard_size_and_offset(size, 4, 3) for size in (10, 5)] == [(1, 9), (0, 5)]
     theirs = torch.distributed.tensor
     for dims in ((0, 1), (0, 0), (1, 0)):
-        ours = compute_local_shape_and_global_offset(shape, mesh, [S(d) for d in dims])
+        ours = compute_local_shape_and_global_offset(shape, mesh, [Shard(d) for d in dims])
         assert ours == torchs_extents(shape, mesh, [theirs.Shard(d) for d in dims]), (shape, dims, rank)
 
 

@@ -3,18 +3,16 @@
 Each program also runs on a plain tensor, and the values are compared, on shards of any length.
 """
 
-from __future__ import annotations
-
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from core.tests.gloo_world import Worlds, mesh_of, on_ranks
+from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks
 from core.tests.local_world import LocalWorlds, ThreadWorlds
+from core.tests.op_case import index_for
 from core.tests.placing import full, place
 from dtbench_core import DTensor, NoRuleError, Partial, PlacementError, Replicate, Shard, distribute_tensor
 from dtbench_core.layout.placement import Placements
@@ -151,17 +149,14 @@ def test_write_through_a_view_of_a_sharded_dim_reaches_base_shards_and_views(
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
-def _in_turn_uncounted() -> None:
+@on_gloo_ranks
+def test_views_of_inference_tensors_show_writes_to_their_base() -> None:
+    # Ranks in threads share learnt calls, so one may read, and gather, such a view more often than another.
     with torch.inference_mode():
         plain, x = _x(), place(_x(), Shard(0))
         for t in (plain, x):
             _in_turn(t, lambda value: value)
         torch.testing.assert_close(x.full_tensor(), plain)
-
-
-def test_views_of_inference_tensors_show_writes_to_their_base(gloo_ranks: Worlds) -> None:
-    # Ranks in threads share learnt calls, so one may read, and gather, such a view more often than another.
-    gloo_ranks(_in_turn_uncounted)
 
 
 def test_simulated_ranks_refuse_writes_through_copied_views() -> None:
@@ -203,9 +198,8 @@ WINDOWS: dict[str, Callable[[torch.Tensor], Tensors]] = {
 }
 
 
-def _index(x: torch.Tensor, count: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    index = torch.arange(count).to(dtype)
-    return distribute_tensor(index, x.device_mesh, src_data_rank=None) if isinstance(x, DTensor) else index
+def _index(x: torch.Tensor, count: int) -> Any:
+    return index_for(x, list(range(count)), R)
 
 
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -221,24 +215,22 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-def _written(
-    full: torch.Tensor, windows: Callable[[torch.Tensor], Tensors], write: Any
-) -> torch.Tensor | Exception:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            write(*windows(full))
-        except Exception as error:
-            return error
-    return full
+def _written(x: torch.Tensor, windows: Callable[[torch.Tensor], Tensors], write: Any) -> Any:
+    """Returns `x` after the write, or the exception."""
+    try:
+        write(*windows(x))
+    except Exception as error:
+        return error
+    return x
 
 
 # Plain torch defines no result of these.
 UNDEFINED = ("a window with gaps, twice", "expanded", "a row further")
 
 
+@pytest.mark.filterwarnings("ignore")
 @on_ranks
-def test_writes_over_shared_memory() -> None:
+def test_overlapping_writes_equal_plain_torch() -> None:
     for (name, windows), (how, write) in itertools.product(WINDOWS.items(), WRITES.items()):
         expected = _written(_full(), windows, write)
         for placed in (Shard(0), Shard(1), R):
@@ -254,7 +246,7 @@ def test_writes_over_shared_memory() -> None:
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
-def test_lists_of_tensors_that_share_memory() -> None:
+def test_list_writes_to_shared_memory_equal_plain_torch() -> None:
     """The tensors of a list are written one after the other."""
     mesh = mesh_of((4,))
     lists: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
@@ -271,8 +263,7 @@ def test_lists_of_tensors_that_share_memory() -> None:
             for _ in range(2):
                 write(*ours)
                 write(*plain)
-            for got, expected in zip(ours, plain, strict=True):
-                torch.testing.assert_close(got.full_tensor(), expected)
+            torch.testing.assert_close(full(ours), list(plain))
     # Max is not linear, so that the write gathers.
     x = DTensor.from_local(torch.full((2,), float(mesh.get_local_rank())), mesh, [Partial("max")])
     torch._foreach_mul_([x.view(1, 2), x], 3)
@@ -287,17 +278,15 @@ def test_copied_view_survives_a_new_shape_of_its_base() -> None:
     for view in views:
         for change in restate:
             for placed in (Shard(0), Shard(1)):
-                full = torch.arange(16.0).view(4, 4)
-                x = place(full, placed)
-                seen, expected = view(x), view(full)
-                for base, window in ((x, seen), (full, expected)):
+                plain = torch.arange(16.0).view(4, 4)
+                x = place(plain, placed)
+                got, expected = (x, view(x)), (plain, view(plain))
+                for base, window in (got, expected):
                     change(base)
                     base.mul_(2)
                     window.add_(1)
                     base.select(-1, 0).zero_()
-                assert torch.equal(seen.full_tensor(), expected) and torch.equal(x.full_tensor(), full), (
-                    placed
-                )
+                torch.testing.assert_close(full(got), expected, rtol=0, atol=0)
 
 
 @on_ranks
@@ -314,28 +303,24 @@ def test_squeeze_of_a_sharded_dim_needs_unshared_memory() -> None:
     ]
     for write in (*alone, *shared):
         for placed in (Shard(0), Shard(1), R):
-            full = torch.arange(3.0).view(3, 1) + 1
-            x = place(full, placed)
-            before, expected = full.clone(), write(full)
+            plain = torch.arange(3.0).view(3, 1) + 1
+            x = place(plain, placed)
+            before, expected = plain.clone(), write(plain)
             try:
                 got = write(x)
             except PlacementError:
                 assert write in shared and placed != R
                 assert torch.equal(x.full_tensor(), before)
             else:
-                assert torch.equal(x.full_tensor(), full)
-                for one, other in (
-                    zip(got, expected, strict=True) if isinstance(got, tuple) else ((got, expected),)
-                ):
-                    assert torch.equal(one.full_tensor(), other)
+                torch.testing.assert_close(full((x, got)), (plain, expected), rtol=0, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 @on_ranks
 def test_as_strided_over_gaps_is_refused() -> None:
-    mesh, full = mesh_of((4,)), _full()[:4, ::2]
-    local = full.chunk(4)[mesh.get_local_rank()]
-    x = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=full.stride())
+    mesh, plain = mesh_of((4,)), _full()[:4, ::2]
+    local = plain.chunk(4)[mesh.get_local_rank()]
+    x = DTensor.from_local(local, mesh, [Shard(0)], shape=plain.shape, stride=plain.stride())
     with pytest.raises(NoRuleError, match="memory has gaps"):
         x.as_strided((2, 2), (6, 1))
-    assert torch.equal(x.contiguous().as_strided((2, 2), (3, 1)).full_tensor(), full[:2, :2])
+    assert torch.equal(x.contiguous().as_strided((2, 2), (3, 1)).full_tensor(), plain[:2, :2])
