@@ -47,8 +47,9 @@ def links(axes: Axes, topology: dict[str, Any]) -> None:
         )
     dim = topology["dims"][0]
     ring = Ring(dim["ranks"], dim["builtin"]["bandwidth_GiBps"], dim["builtin"]["latency_us_per_hop"])
-    builtin_us = [ring.collective_us("all_reduce", size) for size in sizes]
-    axes.plot(sizes, builtin_us, "k--", label="PyTorch's constants")
+    axes.plot(
+        sizes, [ring.collective_us("all_reduce", size) for size in sizes], "k--", label="PyTorch's constants"
+    )
     ticks = [2**k for k in (10, 14, 18, 22)]
     axes.set(xscale="log", yscale="log", title="How fast is each mesh dim?", ylim=(None, 3e6))
     axes.set(xlabel="bytes of an all_reduce, gloo", ylabel="µs, measured (dots)")

@@ -32,8 +32,9 @@ class PublicCurve(NamedTuple):
 def drops_in(curve: PublicCurve) -> list[BandwidthDrop]:
     sizes, times_us = zip(*sorted(dict(curve.points).items()), strict=True)
     factor = busbw_factor("all_to_all" if curve.collective == "alltoall" else curve.collective, curve.ranks)
-    times_s = [us * 1e-6 / factor for us in times_us]
-    return drops_of_curve(sizes, times_s, curve.collective, curve.of, curve.source)
+    return drops_of_curve(
+        sizes, [us * 1e-6 / factor for us in times_us], curve.collective, curve.of, curve.source
+    )
 
 
 def committed() -> Iterator[PublicCurve]:

@@ -291,5 +291,4 @@ def tensor_parallel(seed: int = 4) -> Iterator[Result]:
 
 def everything(**changes: Any) -> Run:
     """A complete run of all five suites."""
-    results = [*dispatch(), *redistribute(), *collectives(), *bucketer(), *tensor_parallel()]
-    return run(results, **changes)
+    return run([*dispatch(), *redistribute(), *collectives(), *bucketer(), *tensor_parallel()], **changes)

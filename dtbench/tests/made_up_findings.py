@@ -92,18 +92,20 @@ def calls() -> dict[str, Any]:
 
 def ranks() -> dict[str, Any]:
     job = made_up_jobs.job(ranks=2, late=1, label=SECTION)
-    section = RanksSection(job=job, plain_us=900.0, profiled_us=1000.0)
-    return dict(msgspec.to_builtins(RanksProfile(sections=(section,))))
+    return dict(
+        msgspec.to_builtins(
+            RanksProfile(sections=(RanksSection(job=job, plain_us=900.0, profiled_us=1000.0),))
+        )
+    )
 
 
 def history(revisions: int = 6, **changes: Any) -> list[dict[str, Any]]:
     """`add` becomes 20 % slower at the last revision, `view` stays."""
-    machine = {"cpu": "Made-up CPU", "cores": 2, "gpus": [], "system": "Linux", "arch": "x86_64"}
     return [
         {
             "kind": "history",
             "schema": 1,
-            "machine": machine,
+            "machine": {"cpu": "Made-up CPU", "cores": 2, "gpus": [], "system": "Linux", "arch": "x86_64"},
             "time": f"2026-01-{k + 1:02d}T00:00:00+00:00",
             "revision": f"{k}" * 40,
             "torch": "2.13",

@@ -54,8 +54,9 @@ def test_loss_is_relative_to_the_fastest_size() -> None:
 def test_launches_without_all_sizes_are_ignored() -> None:
     cases = list(made_up.bucketer())
     one_size = [r for r in cases if r.params["bucket_bytes"] == MIB]
-    half = [msgspec.structs.replace(r, launch=1) for r in one_size]
-    choices = bucket_choices([made_up.run([*cases, *half])])
+    choices = bucket_choices(
+        [made_up.run([*cases, *[msgspec.structs.replace(r, launch=1) for r in one_size]])]
+    )
     assert [(c.group.tensor_bytes, c.launches) for c in choices] == [(2**14, 1), (2**18, 1)]
     assert bucket_choices([made_up.run(one_size)]) == []
 
@@ -63,8 +64,9 @@ def test_launches_without_all_sizes_are_ignored() -> None:
 def test_calibrate_prints_bucket_sizes(dtbench: Cli) -> None:
     code, out, error = dtbench("calibrate", RUN)
     assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out
-    report = json.loads(dtbench("calibrate", RUN, "--json")[1])
-    choices = msgspec.convert(report["buckets"], list[BucketChoice])
+    choices = msgspec.convert(
+        json.loads(dtbench("calibrate", RUN, "--json")[1])["buckets"], list[BucketChoice]
+    )
     assert [choice.group.dtype for choice in choices] == ["float32", "bfloat16"]
     assert all(c.edge or c.bucket_cap_mb == c.bucket_bytes / MIB for c in choices)
     code, out, error = dtbench("calibrate", str(Path(RUN).parent / "packing-cpu-2cores.jsonl"))

@@ -72,8 +72,9 @@ def test_the_ops_of_the_headline_are_the_first_of_every_budget(seconds: float) -
     }
     assert {label.split()[1] for label in headline} == SINGLE_OPS.keys() and len(headline) == len(SINGLE_OPS)
     assert {t.label for t in listed if t.case.passes > 1} == headline
-    chosen = budget.choose(budget.by_importance(listed), seconds, False, 4)
-    assert {t.label for t in chosen[: len(headline)]} == headline
+    assert {
+        t.label for t in budget.choose(budget.by_importance(listed), seconds, False, 4)[: len(headline)]
+    } == headline
 
 
 def test_cases_without_a_size_are_spread_over_each_name() -> None:
@@ -121,8 +122,7 @@ def test_first_curve_of_a_suite_may_take_twice_its_share(left_s: float, allowed:
 def test_progress_prints_the_time_left_every_minute(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 0.0
     result = made_up.result("collectives", "all_reduce", "c10d", {}, [1e-3])
-    estimates_s = [1.0] * 5 + [2.0] * 5  # the later ones take twice as long
-    progress = Progress("so much", estimates_s, clock=lambda: now_s)
+    progress = Progress("so much", [1.0] * 5 + [2.0] * 5, clock=lambda: now_s)
     for seconds in [40.0] * 5 + [80.0] * 5:
         now_s += seconds
         progress.result(result)

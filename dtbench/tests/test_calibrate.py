@@ -78,8 +78,9 @@ def test_fit_ignores_a_single_burst() -> None:
 
 
 def test_times_exclude_waiting_for_late_ranks(tp: Dim) -> None:
-    results = [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
-    with_waiting = calibrated_dims(results)["tp"]
+    with_waiting = calibrated_dims(
+        [msgspec.structs.replace(r, rank_samples_s={}) for r in made_up.collectives()]
+    )["tp"]
     assert with_waiting.bandwidth_GiBps < 0.9 * tp.bandwidth_GiBps
     assert ["waiting for the last rank" in str(dim.warnings) for dim in (with_waiting, tp)] == [True, False]
 
@@ -92,8 +93,7 @@ def test_results_of_all_groups_together_are_preferred(tp: Dim) -> None:
 
 
 def test_results_that_are_not_ok_are_ignored(topology: CalibratedTopology) -> None:
-    slow = slowed(made_up.collectives(), 9)
-    spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slow]
+    spoiled = [msgspec.structs.replace(r, status="wrong", launch=1) for r in slowed(made_up.collectives(), 9)]
     assert calibrate([run_of([*made_up.collectives(), *spoiled])]).dims == topology.dims
 
 
@@ -354,8 +354,7 @@ def test_missing_layout_is_not_guessed() -> None:
 
 
 def test_flattened_mesh_has_an_entry_if_it_was_measured() -> None:
-    flattened = exact(mesh={"dp+tp": 4}, truth={"dp+tp": (0.3, 120.0)})
-    dims = calibrated_dims([*exact(), *flattened])
+    dims = calibrated_dims([*exact(), *exact(mesh={"dp+tp": 4}, truth={"dp+tp": (0.3, 120.0)})])
     assert (list(calibrated_dims(exact())), list(dims)) == (["dp", "tp"], ["dp", "tp", "dp+tp"])
     flat = dims["dp+tp"]
     assert (flat.ranks, flat.groups, flat.layout.kind) == (4, 1, "inter-host")
@@ -390,8 +389,9 @@ def test_differences_of_groups_do_not_make_a_mixed_dim(sizes: tuple[int, ...]) -
         return 1 if len(sizes) == 3 else int(rng.integers(2))
 
     def slowdown(result: Result, rank: int) -> float:
-        slow = slow_group(result.name, result.size_bytes, result.params["mesh_dim"])
-        return 2.0 if slow == rank // 2 else 1.0
+        return (
+            2.0 if slow_group(result.name, result.size_bytes, result.params["mesh_dim"]) == rank // 2 else 1.0
+        )
 
     dims = calibrated_dims(slowed(exact(sizes=sizes), slowdown), hosts=("a",) * 4)
     assert dims["tp"].layout.kind == "intra-host"
@@ -426,8 +426,7 @@ def test_curve_uses_a_single_dtype_and_prefers_float32() -> None:
     assert dim.collectives == calibrated_dims(results)["tp"].collectives
     about_dtype = [w for w in dim.warnings if "bfloat16" in w]
     assert len(about_dtype) == 3 and "all_reduce of bfloat16 takes 1.50x as long as float32" in about_dtype[1]
-    as_fast = calibrated_dims([*results, *as_dtype(results, "bfloat16")])["tp"]
-    assert "bfloat16" not in str(as_fast.warnings)
+    assert "bfloat16" not in str(calibrated_dims([*results, *as_dtype(results, "bfloat16")])["tp"].warnings)
     # Without float32 the dtype with the most sizes is used.
     few = as_dtype(exact(sizes=made_up.SIZES[:2]), "bfloat16")
     curve = calibrated_dims([*few, *as_dtype(exact(), "float16", 2.0)])["tp"].collectives["all_gather"]
@@ -458,8 +457,7 @@ def test_redistributions_have_a_curve_per_impl(impl: str, factor: float) -> None
     dims = calibrated_dims([*exact(), *transitions()])
     assert dims["dp"].transitions == {} and set(dims["tp"].transitions) == {"core", "torch"}
     curve = dims["tp"].transitions[impl]["P->S(1)"]
-    constants = (curve.alpha_us, curve.beta_GiBps)
-    assert constants == pytest.approx((50 * factor, 1e9 / 2**30 / factor), rel=1e-3)
+    assert (curve.alpha_us, curve.beta_GiBps) == pytest.approx((50 * factor, 1e9 / 2**30 / factor), rel=1e-3)
     times_us = {row.size_bytes: row.time_us for row in curve.table}
     assert times_us == pytest.approx({size: factor * (50 + size / 1e3) for size in times_us})
 

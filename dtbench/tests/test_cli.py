@@ -258,8 +258,11 @@ def test_a_run_to_calibrate_with_has_five_launches_and_refines(
     monkeypatch.setattr("dtbench.engine.launch.run", lambda options, argv: runs.append(options) or 0)
     assert dtbench("run", "collectives", *args.split())[0] == EXIT_OK
     (options,) = runs
-    selected = (options.suites, options.launches, options.resolve("cpu", 4).refine)
-    assert selected == (("collectives",), launches, refines)
+    assert (options.suites, options.launches, options.resolve("cpu", 4).refine) == (
+        ("collectives",),
+        launches,
+        refines,
+    )
 
 
 def test_a_new_suite_lists_its_cases(dtbench: Cli) -> None:

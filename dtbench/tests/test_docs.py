@@ -172,8 +172,10 @@ def test_python_of_the_api_page_runs(tmp_path: Path) -> None:
 
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    command = f"NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f {ROOT}/docs/mkdocs.yml -d {tmp_path}"
-    _run(command, tmp_path)
+    _run(
+        f"NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict -f {ROOT}/docs/mkdocs.yml -d {tmp_path}",
+        tmp_path,
+    )
     assert "DTensor" in (tmp_path / "reference" / "core.html").read_text()
     commands = (tmp_path / "reference" / "cli.html").read_text()
     assert "<pre><code>dtbench run --budget 3m\ndtbench run dispatch/add my_suite.py\n" in commands
@@ -192,7 +194,8 @@ def test_the_page_of_licences_has_all_that_is_installed() -> None:
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (.+) \|$", page, re.MULTILINE)[1:]
     assert [(name, version) for name, version, _ in rows] == pins, "run .ci/licences"
     assert "not stated" not in {licence for _, _, licence in rows}
-    hashes = (ROOT / ".ci/hashes.txt").read_text()
-    hashed = re.findall(r"^(\S+)==(\S+) .*\\\n +--hash=sha256:", hashes, re.MULTILINE)
+    hashed = re.findall(
+        r"^(\S+)==(\S+) .*\\\n +--hash=sha256:", (ROOT / ".ci/hashes.txt").read_text(), re.MULTILINE
+    )
     plain = [(canonicalize_name(name), version) for name, version in pins if name != "torch"]
     assert sorted(hashed) == sorted(plain), "make .ci/hashes.txt anew, as its head says"

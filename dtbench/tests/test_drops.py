@@ -226,8 +226,9 @@ def test_constants_are_not_fitted_to_a_drop(command_outputs: dict[tuple[str, str
 
 def test_only_the_curve_that_drops_is_named() -> None:
     sizes = tuple(16 * KIB * 2**k for k in range(16))
-    truth = {"dp": (40, 2), "tp": (300, 2)}
-    results = [*made_up.collectives(truth=truth, sizes=sizes, noise=0.05, samples=20)]
+    results = [
+        *made_up.collectives(truth={"dp": (40, 2), "tp": (300, 2)}, sizes=sizes, noise=0.05, samples=20)
+    ]
     assert drops_of(results) == []
     (slow,) = [
         i

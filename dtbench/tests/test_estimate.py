@@ -115,15 +115,15 @@ def test_estimates_for_other_ranks_follow_the_ring() -> None:
             assert estimate.time_us == pytest.approx(
                 ring_us("all_gather", size, ranks, bandwidth, latency_us)
             )
-            extrapolation = (estimate.ranks_factor, estimate.extrapolated)
-            assert extrapolation == (ranks / measured, ranks != measured)
+            assert (estimate.ranks_factor, estimate.extrapolated) == (ranks / measured, ranks != measured)
 
 
 def test_ring_scales_measured_times() -> None:
     slow = a_dim("tp", 8, 150.0, 2.0, collectives={"all_reduce": curve_of((2**26,), (9000.0,))})
     eight_us, more_us = (ring_us("all_reduce", 2**26, ranks, 150, 2) for ranks in (8, 32))
-    time_us = estimate_collective(slow, "all_reduce", 32, 2**26).time_us
-    assert time_us == pytest.approx(9000 * more_us / eight_us)
+    assert estimate_collective(slow, "all_reduce", 32, 2**26).time_us == pytest.approx(
+        9000 * more_us / eight_us
+    )
 
 
 @pytest.mark.parametrize(

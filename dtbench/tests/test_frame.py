@@ -161,8 +161,9 @@ def test_cases_hold_the_medians_of_their_good_launches(results: list[Result]) ->
             of_impl = impls.get(impl, [])
             good = [r for r in of_impl if r.status == "ok" and r.time_s]
             for name in TIME_COLUMNS:
-                expected = statistics.median(time_of(r, name) for r in good) if good else None
-                assert columns[name][row] == expected
+                assert columns[name][row] == (
+                    statistics.median(time_of(r, name) for r in good) if good else None
+                )
             assert columns["samples"][row] == (sum(r.time_s.n for r in good if r.time_s) if good else None)
             assert columns["launches"][row] == (len(good) or None)
             bad = [r.status for r in of_impl if r.status != "ok"]

@@ -39,10 +39,8 @@ def report(items: Sequence[ComparedCase], *reasons: str) -> Gate:
 
 
 def test_junit_has_the_verdict_of_each_benchmark() -> None:
-    text = outputs.junit(report([compared(v, v) for v in Verdict], "the control moved"))
-    suite = ET.fromstring(text)[0]
-    outcomes = {case.get("classname"): [child.tag for child in case] for case in suite}
-    assert outcomes == {
+    suite = ET.fromstring(outputs.junit(report([compared(v, v) for v in Verdict], "the control moved")))[0]
+    assert {case.get("classname"): [child.tag for child in case] for case in suite} == {
         Verdict.SAME: ["system-out"],
         Verdict.FASTER: ["system-out"],
         Verdict.SLOWER: ["failure"],
@@ -53,8 +51,7 @@ def test_junit_has_the_verdict_of_each_benchmark() -> None:
         assert outcome.text and outcome.get("message") in (
             [None] if outcome.tag == "system-out" else [outcome.text]
         )
-    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
-    assert counts == ["8", "1", "4", "1"]
+    assert [suite.get(name) for name in ("tests", "failures", "errors", "skipped")] == ["8", "1", "4", "1"]
 
 
 def test_names_of_any_characters_stay_text_in_each_output() -> None:
@@ -139,8 +136,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def gate_of(time_s: float | None, commit: str = "c" * 40, *reasons: str) -> Gate:
     benchmark = Benchmark(("s", "n", "core", ()), "s n [core]", "simulated", "min")
-    case = compared_case(benchmark, Verdict.SAME, figures=(None, None, time_s))
-    return concluded([case], *reasons, head=commit)
+    return concluded(
+        [compared_case(benchmark, Verdict.SAME, figures=(None, None, time_s))], *reasons, head=commit
+    )
 
 
 def test_lines_are_only_added_and_one_cut_short_is_left_out(path: Path) -> None:

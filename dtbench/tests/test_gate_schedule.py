@@ -291,8 +291,9 @@ def test_invalid_time_never_passes(time_s: float | None, verdict: str) -> None:
 
 def test_benchmark_that_fails_in_a_launch_is_not_measured_again() -> None:
     def odd(arm: ArmName, launch: LaunchTimes, selected: Sequence[Benchmark]) -> LaunchTimes:
-        bad = {selected[0].key: "it broke"} if arm == "head" and len(selected) == 2 else {}
-        return LaunchTimes(launch.times_s, bad)
+        return LaunchTimes(
+            launch.times_s, {selected[0].key: "it broke"} if arm == "head" and len(selected) == 2 else {}
+        )
 
     machine = KnownLaunches(noise=0.001, odd=odd)
     judged, _ = judge(machine, 2)
@@ -333,8 +334,9 @@ def test_bounds_are_the_walsh_averages_of_the_signed_rank_test(n: int) -> None:
     logs = np.random.default_rng(n).normal(0.01, 0.02, n)
     walsh = sorted((a + b) / 2 for i, a in enumerate(logs) for b in logs[i:])
     effect = paired_effect([1.0] * n, list(np.exp(logs)))
-    expected = np.exp([walsh[k - 1], walsh[-k], np.median(walsh)])
-    assert (effect.low, effect.high, effect.ratio) == pytest.approx(expected)
+    assert (effect.low, effect.high, effect.ratio) == pytest.approx(
+        np.exp([walsh[k - 1], walsh[-k], np.median(walsh)])
+    )
     assert effect.sd == pytest.approx(np.std(logs, ddof=1))
 
 
@@ -374,8 +376,7 @@ def test_change_matters_above_2_percent_its_floor_and_a_fifth_of_a_microsecond(
 def test_a_pass_needs_a_small_effect_and_a_bound_within_the_tolerance(
     ratio: float, high: float, tolerance: float, is_pass: bool
 ) -> None:
-    effect = Effect(ratio, 0.9, high, 0.01, 5)
-    assert passes(replace(ANY, tolerance=tolerance), effect, 1e-3) == is_pass
+    assert passes(replace(ANY, tolerance=tolerance), Effect(ratio, 0.9, high, 0.01, 5), 1e-3) == is_pass
 
 
 def test_the_level_shrinks_with_the_family_and_the_looks() -> None:

@@ -57,8 +57,7 @@ def test_files_and_functions_stay_readable() -> None:
 
 def test_a_class_name_is_defined_once() -> None:
     nodes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    counts = Counter(node.name for node in nodes)
-    assert [name for name, count in counts.items() if count > 1] == []
+    assert [name for name, count in Counter(node.name for node in nodes).items() if count > 1] == []
 
 
 def test_any_stays_rare() -> None:

@@ -118,8 +118,9 @@ def test_tagged_and_interrupted_rows_are_read(tag: str, cut: str) -> None:
 def test_missing_ranks_and_collective_are_requested_from_the_user(
     collective: str, name: str, options: dict[str, Any], refusal: str, ranks: int | None
 ) -> None:
-    text = table(collective, 72, tuple(1728 * s for s in SIZES), layout=LogLayout(head=False))
-    log = only(text, name, **options)
+    log = only(
+        table(collective, 72, tuple(1728 * s for s in SIZES), layout=LogLayout(head=False)), name, **options
+    )
     assert refusal in log.refusal and bool(log.refusal) == bool(refusal)
     assert ranks is None or log.ranks == ranks
 
@@ -371,8 +372,7 @@ def test_errors_in_the_footer_alone_mark_all_rows_wrong() -> None:
 
 @pytest.mark.parametrize(("deviation", "bad"), [("2e-07", False), ("1e+00", True), ("nan", True)])
 def test_deviations_of_old_logs_are_limited_by_dtype(deviation: str, bad: bool) -> None:
-    text = table(layout=LogLayout("error"), wrong=lambda _size, _in_place: deviation)
-    assert bool(faults(text)) == bad
+    assert bool(faults(table(layout=LogLayout("error"), wrong=lambda _size, _in_place: deviation))) == bad
 
 
 def test_failure_of_the_benchmark_is_reported() -> None:

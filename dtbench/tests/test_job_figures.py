@@ -404,8 +404,7 @@ def test_function_of_leaves_types_and_arguments_out(name: str, function: str) ->
 
 def doubts(tmp_path: Path, events: Sequence[Event]) -> list[str]:
     """Returns the notes about kernels that may communicate."""
-    job = read_job([write(tmp_path, events)])
-    return [text for text in job.notes if "may communicate" in text]
+    return [text for text in read_job([write(tmp_path, events)]).notes if "may communicate" in text]
 
 
 STRANGER = "void newlib::exchange<8>(int*)"

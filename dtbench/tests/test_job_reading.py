@@ -522,8 +522,7 @@ def test_missing_ranks_give_no_waits(tmp_path: Path) -> None:
 def test_traces_that_start_at_different_calls_match_by_sequence_number(tmp_path: Path, seq: bool) -> None:
     """Numbers join them; without, the n-th is not the n-th."""
     ranks_of(tmp_path, 2, seq=seq)
-    events = [nccl(n * 1000 + 400, 200, **({"Seq": n} if seq else {})) for n in range(4, 10)]
-    write(tmp_path, events, 1)
+    write(tmp_path, [nccl(n * 1000 + 400, 200, **({"Seq": n} if seq else {})) for n in range(4, 10)], 1)
     assert [waits.calls for waits in read_job([tmp_path]).waits] == ([6] if seq else [])
 
 

@@ -401,9 +401,8 @@ def test_store_connector_gives_up_on_a_dying_server_before_torch_connects() -> N
                 time.sleep(0.02)
 
         threading.Thread(target=die, daemon=True).start()
-        place = RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True)
         with pytest.raises(RuntimeError, match=r"the store at localhost:\d+ is not served: .*dropped"):
-            store_connector(place, 0)(False)
+            store_connector(RankEnv(1, 2, 1, 2, "localhost", server.getsockname()[1], True), 0)(False)
 
 
 def test_live_world_of_gloo_ranks_on_one_gpu_has_no_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:

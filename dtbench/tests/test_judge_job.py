@@ -226,8 +226,7 @@ def test_steps_of_one_recording_give_no_verdict():
     assert (step.part, step.base_s, step.head_s) == ("step_s", 0.9, 1.8)
     assert "one launch on each side" in step.why
     # Exposed communication is 5.5x: that makes the step 2x.
-    verdicts = {row.verdict for row in analysis.time_changes}
-    assert (verdicts, analysis.exit_code) == ({Verdict.INCONCLUSIVE}, 0)
+    assert ({row.verdict for row in analysis.time_changes}, analysis.exit_code) == ({Verdict.INCONCLUSIVE}, 0)
 
 
 def test_changes_of_one_recording_a_side_judge_steps_beyond_launches():

@@ -79,6 +79,7 @@ def test_a_torchx_component_starts_the_command(bash: Bash, monkeypatch: pytest.M
     (role,) = names["job"](cpu=8, mem_mb=1000).roles
     assert (role.num_replicas, role.resource.gpu) == (2, 8)
     # Fills in a role's arguments like torchx.specs.macros.Values.apply.
-    values = {"replica_id": "1", "rank0_env": "FIRST_HOST"}
-    arguments = [Template(word).safe_substitute(values) for word in role.args]
+    arguments = [
+        Template(word).safe_substitute({"replica_id": "1", "rank0_env": "FIRST_HOST"}) for word in role.args
+    ]
     assert bash(arguments, {"FIRST_HOST": "host-a"}) == [*TORCHRUN, *COMMAND]

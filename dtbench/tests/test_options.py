@@ -118,8 +118,9 @@ CASE = Case("reduce", {"size": 4, "dim": "tp"}, {"core": build, "torch": build, 
 
 
 def test_tasks_hold_the_wanted_impls_and_the_references() -> None:
-    suite = a_suite("a", [CASE, Case("x", {}, {"core": build})])
-    (task,) = list_tasks([suite], replace(PLAN, impls=("torch",)))
+    (task,) = list_tasks(
+        [a_suite("a", [CASE, Case("x", {}, {"core": build})])], replace(PLAN, impls=("torch",))
+    )
     assert task.impls == ("torch", "c10d")
 
 
@@ -207,8 +208,10 @@ def suite_with(name: str, **declared: str) -> Suite:
 
 
 def test_split_words_separates_suites_and_options() -> None:
-    words = ["a", "--mode", "even", "b.py", "--ops=x=y", "--last"]
-    assert options.split_words(words) == (("a", "b.py"), {"mode": "even", "ops": "x=y", "last": ""})
+    assert options.split_words(["a", "--mode", "even", "b.py", "--ops=x=y", "--last"]) == (
+        ("a", "b.py"),
+        {"mode": "even", "ops": "x=y", "last": ""},
+    )
     with pytest.raises(UsageError, match="--mode is given twice"):
         options.split_words(["--mode", "a", "--mode=b"])
 
@@ -328,10 +331,9 @@ def test_only_the_sweep_of_all_groups_isolated_is_refined() -> None:
         assert list(sizes_between(SWEEP, swept, [])) == []
     curves = [{"mesh_dim": "dp"}, {"dtype": "float32"}, {"dtype": "bfloat16"}]
     swept = [swept_result(n, s, jump(s), params=p) for n in "ab" for p in curves for s in SIZES]
-    wanted = sizes_between(SWEEP, swept, [])
-    assert Counter((name, params["mesh_dim"], params.get("dtype")) for name, params in wanted) == {
-        (name, curve.get("mesh_dim", "tp"), curve.get("dtype")): 3 for name in "ab" for curve in curves
-    }
+    assert Counter(
+        (name, params["mesh_dim"], params.get("dtype")) for name, params in sizes_between(SWEEP, swept, [])
+    ) == {(name, curve.get("mesh_dim", "tp"), curve.get("dtype")): 3 for name in "ab" for curve in curves}
 
 
 def test_the_impl_that_misses_most_decides_and_failures_have_no_say() -> None:
@@ -354,8 +356,10 @@ def test_the_time_from_the_last_arrival_decides() -> None:
         return swept_result("x", size, max(times.values()), rank_samples_s=by_rank)
 
     assert list(sizes_between(SWEEP, [late(size) for size in SIZES], [])) == []
-    without = [swept_result("x", size, late(size).samples_s[1]) for size in SIZES]
-    assert list(sizes_between(SWEEP, without, [])) != []
+    assert (
+        list(sizes_between(SWEEP, [swept_result("x", size, late(size).samples_s[1]) for size in SIZES], []))
+        != []
+    )
 
 
 # ------------------------------------------------------------------------------------- what is left to do

@@ -71,8 +71,9 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gate["benchmarks"] += [
         made_up_findings.benchmark("slower", f"add{i}", 2.0 - i / 1000) for i in range(300)
     ]
-    file = made_up_findings.write(folder, "gate.json", gate)
-    reporting.write_report(reporting.gather([file]), folder / "page.html")
+    reporting.write_report(
+        reporting.gather([made_up_findings.write(folder, "gate.json", gate)]), folder / "page.html"
+    )
     return folder / "page.html"
 
 
@@ -194,8 +195,9 @@ def test_print_has_what_is_open_and_says_what_it_lacks(browser: Any, path: Path,
         inside = "e => [e.scrollHeight <= e.clientHeight + 1, getComputedStyle(e).overflowY]"
         assert visit.page.locator(".filter + .scroll").evaluate(inside) == [True, "visible"]
         assert visit.page.locator("#changes-table tbody tr").locator("visible=true").count() == 100
-        cut = visit.page.locator(".on-paper.cut").inner_text()
-        assert cut == "Only the first 100 of 308 cases are printed."
+        assert (
+            visit.page.locator(".on-paper.cut").inner_text() == "Only the first 100 of 308 cases are printed."
+        )
         assert visit.page.evaluate(WIDTH) <= 688 and visit.pages() <= 8
 
 

@@ -129,8 +129,9 @@ def test_states_take_16_bytes_per_parameter_and_are_sharded() -> None:
     held = memory_of(job(1), layout())
     assert held.weights + held.gradients + held.optimizer == 16 * parameters
     sharded = memory_of(job(8), layout(dp=8, fsdp=8))
-    gathered = (2 * 2 + 2) * GPT.layer_elements()  # two layers' weights, one layer's gradients
-    assert sharded.total - sharded.activations == pytest.approx(2 * parameters + gathered)
+    assert sharded.total - sharded.activations == pytest.approx(
+        2 * parameters + ((2 * 2 + 2) * GPT.layer_elements())
+    )
     assert memory_of(job(8, software=Software()), layout(dp=8)).optimizer == 12 * parameters / 8
 
 
@@ -163,8 +164,9 @@ def test_stage_layers_can_be_uneven() -> None:
     assert stage_layers(structs.replace(GPT, layers=11), 4) == (3, 3, 3, 2)
     # nanotron's, of which a head costs as much as four layers: the last of four stages has one and the head
     assert stage_layers(built_in_models()["nanotron-1b"], 4, by_cost=True) == (5, 5, 5, 1)
-    divided = {sum(stage_layers(LLAMA, pp, by_cost)) for pp in range(1, 33) for by_cost in (False, True)}
-    assert divided == {LLAMA.layers}
+    assert {sum(stage_layers(LLAMA, pp, by_cost)) for pp in range(1, 33) for by_cost in (False, True)} == {
+        LLAMA.layers
+    }
     even, uneven = (predicted(job(4, vocab=1, layers=layers), layout(pp=4)).total_s for layers in (8, 9))
     assert uneven == pytest.approx(even * 3 / 2, rel=0.1)  # as slow as its slowest stage
 
@@ -206,8 +208,9 @@ def test_context_parallel_ranks_share_a_sequence() -> None:
     long, four = TrainingJob(LLAMA, 8, 8, 65536), layout(dp=2, cp=4)
     assert four.ranks == 8
     assert memory_of(long, four).activations == pytest.approx(memory_of(long, layout(dp=8)).activations / 4)
-    unshared = predicted(long, layout(dp=2))
-    assert predicted(long, four).compute_s == pytest.approx(unshared.compute_s / 4, rel=1e-3)
+    assert predicted(long, four).compute_s == pytest.approx(
+        predicted(long, layout(dp=2)).compute_s / 4, rel=1e-3
+    )
 
 
 # ---------------------------------------------------------------------------------------- search

@@ -254,8 +254,7 @@ def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> No
         (slow, 64, (1.25, 2.0)),
         (slow, 256, (0.5**1.8, 2**1.8)),
     ):
-        found = prediction_intervals.interval(job(gpus), layout(dp=gpus), judged)
-        assert found == pytest.approx(interval)
+        assert prediction_intervals.interval(job(gpus), layout(dp=gpus), judged) == pytest.approx(interval)
     assert [prediction_intervals.extrapolation(job(gpus), machine) for gpus in (64, 256)] == [
         None,
         "extrapolated beyond the steps that round was fitted to: 256 GPUs (4.00x outside 1 to 64)",

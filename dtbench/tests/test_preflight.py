@@ -162,8 +162,9 @@ def test_examine_names_a_slow_link_host_or_rank(
 
 
 def test_ranks_that_work_at_once_have_a_cpu_each() -> None:
-    shared = [("a", [0, 1, 2, 3], 2)] * 4 + [("b", [0], 1), ("b", [1], 1), ("b", [2], 1)]
-    assert turns_of(range(7), shared) == [[0, 1, 4, 5, 6], [2, 3]]
+    assert turns_of(
+        range(7), [("a", [0, 1, 2, 3], 2)] * 4 + [("b", [0], 1), ("b", [1], 1), ("b", [2], 1)]
+    ) == [[0, 1, 4, 5, 6], [2, 3]]
     assert turns_of(range(3), [("a", [0], 4)] * 3) == [[0], [1], [2]]
     assert turns_of(range(3), [("a", [], 64)] * 3) == [[0, 1, 2]]  # each on a GPU
     ranks = FakeRanks(hosts_of(1, 8), work={3: 0.5})
@@ -320,14 +321,16 @@ def compared_with_topology(examination: Examination, times_as_long: float) -> Ex
 
 @pytest.mark.parametrize(("times_as_long", "word"), [(1.0, "as expected"), (2.0, "slow")])
 def test_two_ranks_are_judged_by_what_is_expected(times_as_long: float, word: str) -> None:
-    examination = compared_with_topology(FakeRanks(hosts_of(2)).examine(), times_as_long)
-    assert summary_line(file_of(examination, 3.0, "cpu")).startswith(f"preflight: {word} (2 ranks on 2 hosts")
+    assert summary_line(
+        file_of(compared_with_topology(FakeRanks(hosts_of(2)).examine(), times_as_long), 3.0, "cpu")
+    ).startswith(f"preflight: {word} (2 ranks on 2 hosts")
 
 
 @pytest.mark.parametrize(("times_as_long", "named"), [(1.1, False), (2.0, True)])
 def test_a_mesh_dim_that_is_slower_than_the_topology_is_named(times_as_long: float, named: bool) -> None:
-    examination = Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),)))
-    findings = compared_with_topology(examination, times_as_long).findings
+    findings = compared_with_topology(
+        Examination(ExaminedWorld(("node-0",) * 8, (("dp", 8),))), times_as_long
+    ).findings
     assert [finding.what for finding in findings] == ["mesh dim dp compared with --expect"] * named
 
 

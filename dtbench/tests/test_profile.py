@@ -63,8 +63,12 @@ def test_profile_splits_a_dispatch_into_stages_for_core_and_torch(tmp_path: Path
 
 
 def test_profile_of_two_ranks_reports_them_as_a_job(tmp_path: Path, dtbench: Cli) -> None:
-    args = ("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--quick", "-o", "p")
-    done = start("profile", "tensor_parallel/mlp", *args, cwd=tmp_path)
+    done = start(
+        "profile",
+        "tensor_parallel/mlp",
+        *("--filter", "pass=forward ", "--impl", "core", "--nproc", "2", "--quick", "-o", "p"),
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     folder = tmp_path / "p"
     core, whole = msgspec.json.decode((folder / "table.json").read_bytes(), type=RanksProfile).sections
@@ -315,8 +319,16 @@ def test_speedscope_gets_a_weighted_stack_per_frame() -> None:
     written = json.loads(json.dumps(output.speedscope(folded, "p")))
     frames = [frame["name"] for frame in written["shared"]["frames"]]
     for profile, stacks in zip(written["profiles"], folded.values(), strict=True):
-        read = (tuple(frames[number] for number in stack) for stack in profile["samples"])
-        assert dict(zip(read, profile["weights"], strict=True)) == stacks
+        assert (
+            dict(
+                zip(
+                    (tuple(frames[number] for number in stack) for stack in profile["samples"]),
+                    profile["weights"],
+                    strict=True,
+                )
+            )
+            == stacks
+        )
         assert (profile["startValue"], profile["endValue"]) == (0, sum(stacks.values()))
 
 

@@ -187,8 +187,7 @@ def test_single_source_decides_within_a_host_but_not_across_networks() -> None:
     assert compared(measured(lambda _: 40), [system("a", 50)]).verdicts[0].verdict == "low"
     assert compared(measured(lambda _: 40, gpu="H100 PCIe"), [system("a", 50, link="PCIe")]).exit_code == 3
     run = imported(across)
-    chosen = reference.compare_with_reference(run, [network], "a")  # by the user
-    assert chosen.exit_code == EXIT_REGRESSION
+    assert reference.compare_with_reference(run, [network], "a").exit_code == EXIT_REGRESSION
     other = reference.compare_with_reference(run, [system("b", 50)], "b")
     assert other.exit_code == EXIT_INCONCLUSIVE and "b with 8 ranks" in other.notes[0] and other.rows
 
@@ -306,8 +305,11 @@ def test_a_damaged_table_is_refused(tmp_path: Path, text: str | None, message: s
 @pytest.mark.parametrize("system", [None, "8xH100-AWS-p5"])
 def test_log_that_a_reference_was_taken_from_is_1_00_of_it(dtbench: Cli, system: str | None) -> None:
     """Also where other sources of the kind are in the median, which a note says."""
-    p5 = next(s for s in reference.read_systems() if s.name == "8xH100-AWS-p5")
-    us = dict(p5.collectives["all_reduce"].points)
+    us = dict(
+        next(s for s in reference.read_systems() if s.name == "8xH100-AWS-p5")
+        .collectives["all_reduce"]
+        .points
+    )
     write_run("run.jsonl", dtbench, sizes=list(us), time=lambda size, _: us[size])
     code, out, _ = dtbench("compare", "--reference", "run.jsonl", *(("--system", system) if system else ()))
     note = "! the run has the same times as were published for 8xH100-AWS-p5 (ratio 1.00 at every size)"

@@ -222,15 +222,20 @@ def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:
 
 def test_ranks_part_finds_late_ranks_and_slow_groups() -> None:
     # Ranks 0, 2 and 1, 3 are the groups of dp. Rank 2 comes 3 ms after 0, rank 3 with 1; they need 1 and 2 ms.
-    readings = {"0": 4e-3, "2": 1e-3, "1": 2e-3, "3": 2e-3}
-    result = collective({}, {rank: [time] * 8 for rank, time in readings.items()})
+    result = collective(
+        {}, {rank: [time] * 8 for rank, time in {"0": 4e-3, "2": 1e-3, "1": 2e-3, "3": 2e-3}.items()}
+    )
     (skew,) = collectives.ranks_of([made_up.run([result])])
-    late = {rank: middle for rank, (_, middle, _) in skew.late_s.items()}
-    assert late == pytest.approx({0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0})
+    assert {rank: middle for rank, (_, middle, _) in skew.late_s.items()} == pytest.approx(
+        {0: 0.0, 1: 0.0, 2: 3e-3, 3: 0.0}
+    )
     assert (skew.last[2], skew.last[0]) == (1.0, 0.0)
     assert skew.busbw_Bps == pytest.approx({0: 1e9, 2: 1e9, 1: 0.5e9, 3: 0.5e9})
-    shown = section("collectives", [result])
-    assert cells(shown, "dp", "all_reduce", "1000000 B", "2")[5:8] == ["3.00", "3.00", "3.00"]
+    assert cells(section("collectives", [result]), "dp", "all_reduce", "1000000 B", "2")[5:8] == [
+        "3.00",
+        "3.00",
+        "3.00",
+    ]
     # With unequally many samples there is no bandwidth from the last arrival on.
     uneven = collective({}, {str(rank): [1e-3 * (rank + 1)] * (8 + rank) for rank in range(4)})
     (skew,) = collectives.ranks_of([made_up.run([uneven])])
@@ -267,8 +272,7 @@ def test_systems_are_drawn_beside_each_other() -> None:
     )
     together = split_systems(sources([first, other]))
     assert (together.runs, together.systems) == ((first,), ((first,), (other,)))
-    shown = section("systems", systems=together.systems)
-    figure = shown.figures[0]
+    figure = section("systems", systems=together.systems).figures[0]
     assert [panel.title for panel in figure.panels[:2]] == ["all_gather", "all_reduce"]
     assert {words for words, _ in figure.legend} == {"first", "other"}
     machine = {"cpu": {"model": "other"}, "gpus": []}
@@ -282,8 +286,9 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
     dim = next(d for d in topology.dims if d.name == "dp")
     shown = section("redistribute", run.results, topology=topology)
     row = cells(shown, "dp", "2", "inter-host")
-    fitted = (dim.bandwidth_GiBps, dim.latency_us_per_hop)
-    assert (float(row[3]), float(row[6])) == pytest.approx(fitted, rel=0.01)
+    assert (float(row[3]), float(row[6])) == pytest.approx(
+        (dim.bandwidth_GiBps, dim.latency_us_per_hop), rel=0.01
+    )
     assert (row[5], row[8]) == ("19.3", "2.70")
     assert any("from a single launch: too narrow" in table.note for table in shown.tables)
     # The made-up times follow the formula, so the fitted constants are right everywhere ...
@@ -296,13 +301,19 @@ def test_constants_stand_beside_the_builtin_ones_and_residuals_are_their_ratios(
         for constants in ((19.3, 2.7), made_up.TRUTH["dp"])
     )
     assert residuals["builtin"][0] == pytest.approx(builtin_us / true_us, rel=0.05)
-    words = [redistribution.percent_off(ratio) for ratio in (0.5, 1.0, 2.0, 0.01, 0.001)]
-    assert words == ["−50 %", "0 %", "+100 %", "−99 %", "−99.90 %"]
+    assert [redistribution.percent_off(ratio) for ratio in (0.5, 1.0, 2.0, 0.01, 0.001)] == [
+        "−50 %",
+        "0 %",
+        "+100 %",
+        "−99 %",
+        "−99.90 %",
+    ]
 
 
 def test_bandwidth_lower_bound_is_marked() -> None:
-    flat = {"dp": (1e6, 250.0), "tp": (1e6, 90.0)}
-    run = made_up.run(list(made_up.collectives(truth=flat, sizes=made_up.SIZES[:4])))
+    run = made_up.run(
+        list(made_up.collectives(truth={"dp": (1e6, 250.0), "tp": (1e6, 90.0)}, sizes=made_up.SIZES[:4]))
+    )
     shown = section("redistribute", run.results, topology=calibration.calibrate([run]))
     assert cells(shown, "dp", "2", "inter-host")[3].startswith("≥ ")
     assert any("only a lower bound" in note for note in shown.notes)
@@ -331,8 +342,10 @@ def test_other_suites_show_times_over_launches() -> None:
         for size, time_s in ((2**14, 2e-4), (2**18, 1e-3))
         for i, t in enumerate((0.5, 2.5, 1.0))
     ]
-    shown = section("others", results)
-    assert [row[3] for table in shown.tables for *_, row in table.rows] == ["200", "1000"]
+    assert [row[3] for table in section("others", results).tables for *_, row in table.rows] == [
+        "200",
+        "1000",
+    ]
     alone = made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1])
     text = Page(render(Sources(runs=(alone,)))).text
     assert "mine: 2 cases from 200 µs to 1.00 ms" in text and "mean 16 KiB 16 KiB" in text

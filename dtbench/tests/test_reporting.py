@@ -290,8 +290,10 @@ def test_figure_with_many_groups_is_cut_and_says_so() -> None:
         msgspec.structs.replace(result, params={**result.params, "mesh": f"{number}"})
         for number, result in itertools.product(range(26), list(made_up.dispatch())[:6])
     ]
-    note = "The figure shows the first 24 of 26 groups; the table has them all."
-    assert note in section("dispatch", results).notes
+    assert (
+        "The figure shows the first 24 of 26 groups; the table has them all."
+        in section("dispatch", results).notes
+    )
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -334,12 +336,12 @@ def test_words_and_series_can_be_told_from_their_ground(index: int, text: str) -
         ("warn", "warn-page"),
         ("ink", "warn-page"),
     ]
-    series = list(itertools.product((f"s{n}" for n in range(6)), grounds))
-    for least, pairs in ((4.5, words), (3, series)):
+    for least, pairs in ((4.5, words), (3, list(itertools.product((f"s{n}" for n in range(6)), grounds)))):
         assert [pair for pair in pairs if _contrast(*(palette[name] for name in pair)) < least] == []
     for style in figures.box_styles([str(k) for k in range(12)]).values():
-        box = _mixed(palette[style.colour], style.box, palette["page"])
-        assert _contrast(palette["ink"], box) >= 4.5, style
+        assert _contrast(palette["ink"], _mixed(palette[style.colour], style.box, palette["page"])) >= 4.5, (
+            style
+        )
     assert not [name for name, colour in STAND_IN.items() if colour in text or name not in palette]
     assert "#000000" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
 

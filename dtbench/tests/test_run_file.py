@@ -60,8 +60,7 @@ def good(name: str = "add", launch: int = 0, **params: Any) -> Result:
 
 def line_of(**changes: Any) -> str:
     """A result line with some fields changed; a change to `...` leaves the field out."""
-    fields = msgspec.to_builtins(good()) | changes
-    return json.dumps({k: v for k, v in fields.items() if v is not ...})
+    return json.dumps({k: v for k, v in (msgspec.to_builtins(good()) | changes).items() if v is not ...})
 
 
 def written(path: Path, *lines: str, header: dict[str, Any] | None = None) -> Path:

@@ -176,8 +176,7 @@ def test_impls_take_turns_and_each_round_starts_with_another() -> None:
 )
 def test_warm_up_goes_on_while_calls_get_faster(call_s: Callable[[int], float], calls: int) -> None:
     trial = Trial()
-    core = trial.impl("core", lambda _rank, i: call_s(i))
-    trial.run(case_of({"core": core}, samples=1, warmup_calls=5))
+    trial.run(case_of({"core": trial.impl("core", lambda _rank, i: call_s(i))}, samples=1, warmup_calls=5))
     assert len(trial.calls[0]) == calls
 
 

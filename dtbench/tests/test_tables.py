@@ -40,8 +40,9 @@ GIT = {"commit": "abc123", "dirty": True}
 
 def result(suite: str, name: str, impl: str, seconds: float, launch: int = 0, **changes: Any) -> Result:
     """Minimum `seconds`, lower quartile 1.5 times that; `dispatch` alone times the host."""
-    samples = [seconds, 2 * seconds, 3 * seconds]
-    return msgspec.structs.replace(made_up.result(suite, name, impl, {}, samples, launch=launch), **changes)
+    return msgspec.structs.replace(
+        made_up.result(suite, name, impl, {}, [seconds, 2 * seconds, 3 * seconds], launch=launch), **changes
+    )
 
 
 def run(*results: Result, complete: bool = True, **header: Any) -> Run:
@@ -460,8 +461,7 @@ def test_the_last_arrival_is_the_shortest_reading_of_a_group_and_the_slowest_gro
 
 def test_arrivals_extend_a_sample_to_the_end_of_the_last_rank() -> None:
     # Rank 2 came first and waited; rank 0 came 2 s later and ended at 7 s, the last.
-    late = {"0": (2.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0), "3": (0.0, 0.0)}
-    result = timed("dp", rank_arrivals_s=late)
+    result = timed("dp", rank_arrivals_s={"0": (2.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0), "3": (0.0, 0.0)})
     assert from_last_arrival_s(result, groups_of((2, 2), 0)) == (6.0, 8.0)  # max(7 - 2, 7 - 1), max(9 - 1, 6)
     assert from_last_arrival_s(result, [[0, 2]]) == (5.0, 8.0)
     # Impossible arrivals are limited to the range of the readings.
@@ -505,8 +505,10 @@ def test_from_last_arrival_is_in_frames_and_printed_tables(capsys: pytest.Captur
     assert cells(frame["from_last_s"]) == [5.0, 4.5, None, None]  # lower quartiles of the samples
     assert cells(cases_frame(frame)["from_last_s", "c10d"]) == [5.0, 4.5, None]
     print_runs([run])
-    rows = table_of(capsys.readouterr().out, "collectives")
-    assert [(row["since last arrival [s]"], row["c10d [s]"]) for row in rows] == [
+    assert [
+        (row["since last arrival [s]"], row["c10d [s]"])
+        for row in table_of(capsys.readouterr().out, "collectives")
+    ] == [
         ("5.000", "7.500"),
         ("4.500", "7.500"),
         ("-", "7.500"),

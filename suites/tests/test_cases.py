@@ -132,8 +132,7 @@ def test_refinement_makes_the_cases_that_the_suite_lists(suite: str):
     options = RunOptions((("dp", 2), ("tp", 3)), (1000, 70000), ("bfloat16",), sizes_chosen=True)
     refinement = load([suite])[0].refinement
     for case in cases(suite, options):
-        refined = refinement.case(options, case.name, case.params)
-        assert replace(refined, build=case.build) == case
+        assert replace(refinement.case(options, case.name, case.params), build=case.build) == case
         between = refinement.case(options, case.name, {**case.params, "size": 12345})
         assert between.params == {**case.params, "size": between.size_bytes}
         assert 12345 * 0.8 < (between.size_bytes or 0) <= 12345
