@@ -1,4 +1,4 @@
-"""Helpers that distribute tensors and modules over the mesh of a test's world, and gather them."""
+"""Short names of placements, and helpers that distribute tensors and modules over a test's mesh and gather them."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from core.tests.gloo_world import mesh_of
-from dtbench_core import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+
+R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 
 
 def full(tree: Any) -> Any:
@@ -19,8 +21,9 @@ def full(tree: Any) -> Any:
 
 def place(tensor: torch.Tensor, *placements: Placement, mesh: Sequence[int] = (4,)) -> DTensor:
     """Distributes a tensor that all ranks have, without communication. It is replicated if no placements are given."""
-    placed = placements or (Replicate(),) * len(mesh)
-    return distribute_tensor(tensor, mesh_of(tuple(mesh)), placed, src_data_rank=None)
+    return distribute_tensor(
+        tensor, mesh_of(tuple(mesh)), placements or (Replicate(),) * len(mesh), src_data_rank=None
+    )
 
 
 def sharded(module: nn.Module, placement: Placement | None = None) -> nn.Module:

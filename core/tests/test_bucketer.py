@@ -466,8 +466,9 @@ def test_group_of_one_returns_its_inputs(
     ]
     for _ in range(2):
         for k, tensor in enumerate(inputs):
-            keep = partial(results.__setitem__, k)
-            bucketer.reduce_scatter_async([tensor.to(dtype)], dist.group.WORLD, keep)
+            bucketer.reduce_scatter_async(
+                [tensor.to(dtype)], dist.group.WORLD, partial(results.__setitem__, k)
+            )
         bucketer.flush()
         for k, tensor in enumerate(inputs):
             same(results.pop(k), tensor.to(dtype))

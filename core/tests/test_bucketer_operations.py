@@ -108,8 +108,7 @@ def test_attach_overlaps_every_collective_with_computation(
     assert set(shards) == set(model.parameters())
     for index in range(len(issued)):
         start, end = events.index(f"issue {index}"), events.index(f"wait {index}")
-        between = events[start:end]
-        assert end > ended or {"mm", "sum.dim_IntList"} & set(between), (index, events)
+        assert end > ended or {"mm", "sum.dim_IntList"} & set(events[start:end]), (index, events)
     backward = Counter(events[:ended])
     assert not {"copy_", "clone", "stack", "cat", "_foreach_copy_"} & set(backward), backward
     assert backward["constant_pad_nd"] == (6 if (features, cap_kib) == (17, 0.25) else 0)

@@ -105,8 +105,9 @@ def test_reducing(async_op: bool) -> None:
                     assert async_op
                     work.wait()
             want = reduce(_all(dtype, N * 2, 3)).to(dtype)
-            parts = [want, want[2 * rank : 2 * rank + 2]]
-            torch.testing.assert_close([tensor, part], parts, rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(
+                [tensor, part], [want, want[2 * rank : 2 * rank + 2]], rtol=1e-5, atol=1e-8
+            )
     # Reductions that pairs of real numbers do not follow.
     tensor, refused = torch.ones(N, dtype=torch.complex64), "got complex numbers and the reduction"
     with pytest.raises(ArgumentError, match=f"all_reduce {refused} 'product', exp"):

@@ -221,8 +221,7 @@ def test_collectives_that_cannot_be_waited_for_are_refused(name: str) -> None:
 
 def test_gradients_pass_through() -> None:
     x = torch.ones(3, requires_grad=True)
-    wrapped = CommTensor(x)
-    (wrapped * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    (CommTensor(x) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [1.0, 2.0, 3.0]
     assert not CommTensor(x.detach()).requires_grad
 

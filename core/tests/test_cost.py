@@ -203,8 +203,7 @@ CURVES = st.fixed_dictionaries(
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[Placement, ...]]]:
     """Draws the constants of a mesh, the shape of a tensor, and two placements; the first may be Partial."""
-    meshes = [(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)]
-    sizes = draw(st.sampled_from(meshes))
+    sizes = draw(st.sampled_from([(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (1, 4), (2, 2, 2), (2, 3, 2)]))
     n = len(sizes)
     bandwidth = draw(st.tuples(*[st.sampled_from([0.5, 20.0, 87.7])] * n))
     latency = draw(st.tuples(*[st.sampled_from([0.0, 0.6, 40.0])] * n))
@@ -215,8 +214,7 @@ def worlds(draw: st.DrawFn) -> tuple[MeshTopoInfo, tuple[int, ...], list[tuple[P
     second = draw(st.tuples(*[st.sampled_from(plain)] * n))
     base = draw(st.sampled_from([0.0, 6.6, 300.0]))
     curves = tuple(draw(CURVES) for _ in sizes) if draw(st.booleans()) else ()
-    topo = MeshTopoInfo(None, sizes, bandwidth, latency, base, "test", curves)
-    return topo, tuple(shape), [first, second]
+    return MeshTopoInfo(None, sizes, bandwidth, latency, base, "test", curves), tuple(shape), [first, second]
 
 
 def price(topo: MeshTopoInfo, shape: Any, src: Any, dst: Any, **how: Any) -> float:
@@ -276,14 +274,16 @@ def test_bytes_of_a_spec(dtype: Any) -> None:
 def test_topology_is_matched_by_mesh_dim(tmp_path: Path) -> None:
     mesh, path = dp_tp(), tmp_path / "topology.json"
     path.write_text(json.dumps(topology()))
-    matched = MeshTopoInfo(mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path))
-    assert MeshTopoInfo.from_topology(path, mesh) == matched
+    assert MeshTopoInfo.from_topology(path, mesh) == MeshTopoInfo(
+        mesh, (2, 4), (0.5, 2.0), (40.0, 10.0), 6.6, str(path)
+    )
     swapped = init_device_mesh("cpu", (4, 2), mesh_dim_names=("tp", "dp"))
     assert MeshTopoInfo.from_topology(topology(), swapped).mesh_dim_bandwidth == (2.0, 0.5)
     assert MeshTopoInfo.from_topology(topology(), mesh["tp"]).mesh_dim_devices == (4,)
     # Dims of one rank need no measurement.
-    single = init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
-    info = MeshTopoInfo.from_topology(topology(), single)
+    info = MeshTopoInfo.from_topology(
+        topology(), init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "tp"))
+    )
     assert (info.mesh_dim_devices, info.mesh_dim_bandwidth[1]) == ((1, 4), 2.0)
     assert allreduce_cost(1.0, info, 0) == 6.6
 
@@ -393,8 +393,7 @@ def test_measured_changes_price_a_redistribution() -> None:
     with mesh_topology.use_topology(measured(tp_S0R=gather, tp_S1R=table((1024, 300.0), (2**30, 300.0)))):
         for src, dst, cost in priced:
             assert redistribute_cost(spec(mesh, *src), spec(mesh, *dst)) == pytest.approx(cost)
-        direct = one_step_redistribute_cost(spec(mesh, R, Shard(1)), spec(mesh, R, R))
-        assert direct == pytest.approx(300.0)
+        assert one_step_redistribute_cost(spec(mesh, R, Shard(1)), spec(mesh, R, R)) == pytest.approx(300.0)
 
 
 def test_planner_chooses_the_measured_cheapest_route() -> None:

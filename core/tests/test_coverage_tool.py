@@ -1,6 +1,9 @@
-"""The tool that judges every op: verdicts, tables, comparison with a base."""
+"""The tool that judges every op: verdicts, workers that die or hang, comparison with a base."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ pytest.importorskip("expecttest", reason="torch's op database imports it")
 import dtbench_core as core
 from core.tests.coverage import __main__ as tool
 from core.tests.coverage import samples
-from core.tests.coverage.judge import judge_op
+from core.tests.coverage.judge import OpOutcome, difference, judge_op
 from core.tests.coverage.samples import RANKS
 from dtbench_core.simulate import ThreadWorld
 
@@ -76,6 +79,32 @@ def test_each_fault_of_an_op_has_its_verdict(
         outcome = judge_op(world, "core", "fake", "even")
     assert (outcome.verdict, len(outcome.cases)) == (verdict, verdict != "n/a")
     assert reason in outcome.reasons.get(verdict, "")
+
+
+def test_difference_tolerates_float32_rounding() -> None:
+    wanted, got = torch.tensor([1e-5, 1.0]), torch.tensor([1e-3, 1.0])
+    assert difference(got, wanted) and not difference(got[1:] + 1e-5, wanted[1:])
+    # By as much as the plain op changes when its inputs change in their last bits, but not by any amount.
+    assert difference(got, wanted, wanted + 1.3e-4) == ""
+    assert difference(got + 0.1, wanted, wanted + 10.0)
+
+
+def _judge_badly(world: ThreadWorld, impl: str, op: str, mode: str) -> OpOutcome:
+    if mode == "crashes":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "hangs":
+        time.sleep(60)
+    return OpOutcome.of("pass", "")
+
+
+def test_workers_that_die_or_hang_cost_one_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool, "judge_op", _judge_badly)
+    jobs: list[tool.OpJob] = [("core", "a", ["even", "crashes", "out"]), ("core", "b", ["hangs"])]
+    outcomes = {key[2]: outcome for key, outcome in tool.judge_all(jobs, 2, timeout_s=5.0)}
+    verdicts = {mode: outcome.verdict for mode, outcome in outcomes.items()}
+    assert verdicts == {"even": "pass", "crashes": "error", "out": "pass", "hangs": "error"}
+    assert outcomes["crashes"].reasons["error"] == f"the process ended with code {-signal.SIGKILL}"
+    assert outcomes["hangs"].reasons["error"] == "no answer within 5 s"
 
 
 def test_workers_judge_every_mode_and_write_tables(tmp_path: Path, capsys: Any) -> None:

@@ -116,8 +116,9 @@ def test_svg_draws_cells_in_proportion() -> None:
 def test_svg_is_well_formed_and_within_its_frame(name: str) -> None:
     shape, mesh, placements = LAYOUTS[name][0]
     header = "<script>alert('&\"')</script>"
-    tensor = zeros(shape, device_mesh=mesh_of(mesh), placements=placements)
-    root = ElementTree.fromstring(sharding_svg(tensor, header))
+    root = ElementTree.fromstring(
+        sharding_svg(zeros(shape, device_mesh=mesh_of(mesh), placements=placements), header)
+    )
     assert header in [t.text for t in root.iter(f"{NAMESPACE}text")], "shown as it is, not as markup"
     assert not list(root.iter(f"{NAMESPACE}script"))
     width, height = float(root.get("width", 0)), float(root.get("height", 0))
@@ -201,8 +202,7 @@ def error_of_ranks_that_differ(how: str) -> str:
     other = dist.get_rank() == 1
     dtype = torch.float64 if how == "dtype" and other else torch.float32
     part = torch.ones(2 if how in ("rows", "full_tensor") and other else 4, 8, dtype=dtype)
-    placed = [Shard(1 if how == "placements" and other else 0)]
-    x = DTensor.from_local(part, mesh, placed)
+    x = DTensor.from_local(part, mesh, [Shard(1 if how == "placements" and other else 0)])
     if how == "part" and other:
         x._local_tensor = torch.ones(3, 8)
     with pytest.raises(RanksDifferError) as error, check_ranks():

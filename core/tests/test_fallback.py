@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from core.tests.gloo_world import mesh_of, on_ranks
-from core.tests.placing import full, place
+from core.tests.placing import S0, S1, P, R, full, place
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -21,8 +21,6 @@ from dtbench_core import (
     Partial,
     Placement,
     RedistributionError,
-    Replicate,
-    Shard,
     clear_fallbacks,
     count_collectives,
     distribute_tensor,
@@ -30,7 +28,6 @@ from dtbench_core import (
     implicit_replication,
 )
 
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 PLACED: list[list[Placement]] = [[S0], [S1], [R]]
 quiet = pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning")
 

@@ -269,8 +269,7 @@ def test_padding_equals_torch(dim: int, dtype: torch.dtype) -> None:
 
 def test_empty_shards_are_appended_in_place() -> None:
     shards = list(torch.ones(3, 5, dtype=torch.float64).split([2, 1]))
-    filled = collective_utils.fill_empty_tensor_to_shards(shards, 0, 2)
-    assert filled is shards
+    assert collective_utils.fill_empty_tensor_to_shards(shards, 0, 2) is shards
     assert [tuple(s.shape) for s in shards] == [(2, 5), (1, 5), (0, 5), (0, 5)]
     assert {s.dtype for s in shards} == {torch.float64}
     assert collective_utils.fill_empty_tensor_to_shards(shards, 0, 0) is shards
@@ -303,8 +302,7 @@ def test_exchange_of_dims(mesh_shape: tuple[int, ...], shape: tuple[int, ...], d
 
 def test_all_to_all_op_has_a_meta_kernel(fake_world: Callable[..., None]) -> None:
     fake_world(4, rank=2)
-    mesh = init_device_mesh("cpu", (4,))
-    name = mesh.get_group(0).group_name
+    name = init_device_mesh("cpu", (4,)).get_group(0).group_name
     shard = torch.empty(2, 8, 3, device="meta", dtype=torch.bfloat16).transpose(0, 2)
     moved = torch.ops.dtbench_core.shard_dim_alltoall(shard, 2, 1, name)
     assert (moved.shape, moved.dtype, moved.device.type) == ((3, 2, 8), torch.bfloat16, "meta")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.tests.gloo_world import mesh_of, on_ranks
 from core.tests.op_cases import OPS
-from core.tests.placing import assert_like_plain, place
+from core.tests.placing import S0, S1, P, R, assert_like_plain, place
 from dtbench_core import (
     DTensor,
     LayoutError,
@@ -25,7 +25,6 @@ from dtbench_core import (
     Placement,
     PlacementError,
     RaggedShard,
-    Replicate,
     Shard,
     StridedShard,
     count_collectives,
@@ -37,7 +36,6 @@ from dtbench_core.rules.view import _factor_groups, regrouped_placements
 
 pytestmark = pytest.mark.filterwarnings("ignore::dtbench_core.dispatch.fallback.FallbackWarning")
 
-R, P, S0, S1, S2 = Replicate(), Partial(), Shard(0), Shard(1), Shard(2)
 ROWS = RaggedShard(0, (1, 3, 1, 3))
 A = torch.arange(32.0).reshape(8, 4)
 B = torch.linspace(-2, 2, 32).reshape(8, 4)

@@ -174,8 +174,7 @@ def test_repr_copy_and_pickle_of_a_local_tensor(mode: LocalTensorMode) -> None:
 
 
 def test_reconcile_returns_the_value_of_all_ranks(mode: LocalTensorMode) -> None:
-    same = torch.tensor([1.0, float("nan")])
-    assert type(same.reconcile()) is torch.Tensor
+    assert type(torch.tensor([1.0, float("nan")]).reconcile()) is torch.Tensor
     assert torch.tensor([[1, 2]]).tolist() == [[1, 2]] and torch.ones(2).numpy().tolist() == [1.0, 1.0]
     with pytest.raises(RankDependentError, match=r"ranks 0-1: int64\[1\] \[0\]; ranks 2-3: int64\[1\] \[1\]"):
         (torch.zeros(1, dtype=torch.int64) + dist.get_rank() // 2).reconcile()
@@ -580,8 +579,7 @@ def test_random_ops_draw_what_one_device_would(mode: LocalTensorMode, line: Devi
         want = [F.dropout(torch.ones(5, 2)), torch.rand(7), torch.rand(2)]
     torch.manual_seed(3)
     dropped = F.dropout(distribute_tensor(torch.ones(5, 2), line, [S0], src_data_rank=None))
-    drawn = rand(7, device_mesh=line, placements=[S0])
-    got = [dropped.full_tensor(), drawn.full_tensor(), torch.rand(2)]
+    got = [dropped.full_tensor(), rand(7, device_mesh=line, placements=[S0]).full_tensor(), torch.rand(2)]
     assert [t.tolist() for t in got] == [t.tolist() for t in want]
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 
 from core.tests.gloo_world import mesh_of, on_gloo_ranks, on_ranks, on_worlds
 from core.tests.local_world import ThreadWorlds
-from core.tests.placing import full, place, sharded
+from core.tests.placing import S0, S1, P, R, full, place, sharded
 from dtbench_core import (
     CoreError,
     DTensor,
@@ -28,12 +28,8 @@ from dtbench_core import (
     NoRuleError,
     Partial,
     Placement,
-    Replicate,
-    Shard,
     distribute_tensor,
 )
-
-R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def _assert_trains_alike(module: nn.Module, plain: nn.Module, x: DTensor) -> None:
@@ -145,8 +141,7 @@ def test_parametrized_weights(name: str) -> None:
         torch.manual_seed(1)
         plain = NORMED[name](copy.deepcopy(linear))
         torch.manual_seed(1)
-        module = NORMED[name](sharded(linear, placement))
-        _assert_trains_alike(module, plain, place(torch.randn(5, 4)))
+        _assert_trains_alike(NORMED[name](sharded(linear, placement)), plain, place(torch.randn(5, 4)))
     if not name.startswith("old"):  # whose weight is no leaf, which no module copies
         _assert_trains_alike(sharded(plain.eval()), plain, place(torch.randn(5, 4)))
 
@@ -213,8 +208,11 @@ LAYOUTS: list[Layout] = [
 
 
 def _tensor(layout: Layout, shape: tuple[int, ...] = (5, 3)) -> DTensor:
-    values = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-    return place(values, *layout[1], mesh=layout[0])
+    return place(
+        torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape),
+        *layout[1],
+        mesh=layout[0],
+    )
 
 
 def _same(a: DTensor, b: DTensor) -> bool:

@@ -43,8 +43,7 @@ MESH_OF = {name: ((4,), (2, 2))[i % 2] for i, name in enumerate(OPS)}
 def _combinations(shapes: Shapes, mesh_ndim: int, limit: int, seed: int) -> list[Any]:
     """Returns placements of all inputs except all replicated: every combination, or a seeded sample of `limit`."""
     choices = [[Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))] for shape in shapes]
-    per_input = [itertools.product(each, repeat=mesh_ndim) for each in choices]
-    everything = list(itertools.product(*per_input))[1:]
+    everything = list(itertools.product(*[itertools.product(each, repeat=mesh_ndim) for each in choices]))[1:]
     if len(everything) <= limit:
         return everything
     order = torch.randperm(len(everything), generator=torch.Generator().manual_seed(seed))
@@ -412,8 +411,11 @@ def _attention_calls() -> Iterator[tuple[Any, tuple[Any, ...], int]]:
     x, weight = _half(BATCH, LENGTH, WIDTH), _half(WIDTH)
     op = aten._fused_rms_norm.default
     yield op, (x, [WIDTH], weight, None), 2
-    rstd = op(x, [WIDTH], weight, None)[1]
-    yield aten._fused_rms_norm_backward.default, (x, x, [WIDTH], rstd, weight, [True, True]), 2
+    yield (
+        aten._fused_rms_norm_backward.default,
+        (x, x, [WIDTH], op(x, [WIDTH], weight, None)[1], weight, [True, True]),
+        2,
+    )
 
 
 def _call(op: Any, args: tuple[Any, ...], mesh: MeshInfo) -> OpCall:

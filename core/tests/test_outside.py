@@ -94,8 +94,7 @@ def test_program_runs_on_ranks_outside_the_mesh(ranks: ThreadWorlds) -> None:
             assert summary is outside[name] is True
             continue
         shape, dtype, placements, held, full = summary
-        nothing = (0, (0,)) if shape else (1, ())
-        assert outside[name] == (shape, dtype, placements, *nothing), name
+        assert outside[name] == (shape, dtype, placements, *((0, (0,)) if shape else (1, ()))), name
         assert held > 0 and full == shape
 
 
@@ -157,8 +156,11 @@ def test_tables_on_meshes_of_one_rank_are_saved_and_loaded(tmp_path: Path) -> No
         held = torch.full((8, 16), float(rank)) if rank == owner else torch.empty(0)
         table = DTensor.from_local(held, mesh, [R], run_check=False, shape=(8, 16), stride=(16, 1))
         state[f"table{owner}"] = table
-        numel = 128 if owner == rank else 0
-        assert (table.shape, table.stride(), table.to_local().numel()) == ((8, 16), (16, 1), numel)
+        assert (table.shape, table.stride(), table.to_local().numel()) == (
+            (8, 16),
+            (16, 1),
+            128 if owner == rank else 0,
+        )
         assert f"rank {owner}" in sharding_text(table)
     dcp.save(state, checkpoint_id=tmp_path)
     fresh = {name: table.clone().zero_() for name, table in state.items()}

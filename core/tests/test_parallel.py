@@ -83,8 +83,7 @@ def test_modules_train_like_the_plain_ones(make: Any, args: tuple[Any, ...], sha
 
 @on_ranks
 def test_mlp_needs_one_reduction_each_way() -> None:
-    mesh = mesh_of((WORLD_SIZE,))
-    module = parallelize_module(seeded(MLP), mesh, MLP_PLAN)
+    module = parallelize_module(seeded(MLP), mesh_of((WORLD_SIZE,)), MLP_PLAN)
     x = torch.randn(BATCH, WIDTH, requires_grad=True)
     with count_collectives() as forward:
         out = module(x)
@@ -236,8 +235,7 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
         assert not any(isinstance(p, DTensor) for p in module.parameters())
 
     assert parallelize_module(nn.Linear(4, 4), mesh, {"": colwise}).weight.placements == (Shard(0),)
-    frozen = nn.Linear(4, 4).requires_grad_(False)
-    assert not parallelize_module(frozen, mesh, colwise).weight.requires_grad
+    assert not parallelize_module(nn.Linear(4, 4).requires_grad_(False), mesh, colwise).weight.requires_grad
 
 
 class Tied(nn.Module):

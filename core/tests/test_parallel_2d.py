@@ -287,8 +287,7 @@ def test_even_lengths_are_exchanged_once() -> None:
 def test_lengths_of_inputs_from_outside_are_exchanged_each_time() -> None:
     mesh = mesh_of((N,))
     parallel = parallelize_module(seeded(Block), mesh, PLAIN_BLOCK)
-    part = _chunk(_sequence(8), mesh)
-    first, again, third = (_asked(parallel, part) for _ in range(3))
+    first, again, third = (_asked(parallel, _chunk(_sequence(8), mesh)) for _ in range(3))
     assert first - again == 3 and again == third == 4 + 1
 
 
@@ -322,8 +321,9 @@ def test_two_sequences_of_different_lengths(memory: int, query: int) -> None:
             torch.testing.assert_close(parallel(*parts), plain(*pair))
             kept, expected = parallel.memory(parts[0]), plain.memory(pair[0])
             for step in map(_sequence, (8, 4, 8)):
-                got = parallel.decode(kept, _chunk(step, mesh))
-                torch.testing.assert_close(got, plain.decode(expected, step))
+                torch.testing.assert_close(
+                    parallel.decode(kept, _chunk(step, mesh)), plain.decode(expected, step)
+                )
 
 
 class Pair(nn.Module):
@@ -348,8 +348,9 @@ def test_inputs_and_outputs_of_any_length() -> None:
         x, y = _sequence(length), _sequence(length + 1)
         cut, gathered = module(_chunk(x, mesh), y=_chunk(y, mesh))
         torch.testing.assert_close((cut, gathered), (_chunk(x * 2, mesh), y + 1))
-    gather = PrepareModuleOutput(output_layouts=S1, desired_output_layouts=R)
-    alone = parallelize_module(nn.Identity(), mesh, gather)
+    alone = parallelize_module(
+        nn.Identity(), mesh, PrepareModuleOutput(output_layouts=S1, desired_output_layouts=R)
+    )
     for length in (4, 6):
         torch.testing.assert_close(alone(_chunk(_sequence(length), mesh)), _sequence(length))
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dtbench_core.parallel as ours
 from core.tests.gloo_world import mesh_of, on_ranks, on_worlds
 from core.tests.parallel_models import MLP, WIDTH, assert_same_parameters, assert_trains_alike, seeded
-from core.tests.placing import assert_like_plain, place
+from core.tests.placing import S0, S1, R, assert_like_plain, place
 from dtbench_core import (
     DTensor,
     MeshError,
@@ -25,7 +25,6 @@ from dtbench_core import (
     Partial,
     Placement,
     RaggedShard,
-    Replicate,
     Shard,
     StridedShard,
     count_collectives,
@@ -49,8 +48,6 @@ from dtbench_core.parallel import (
     parallelize_mlp,
     parallelize_module,
 )
-
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 def _data(*shape: int) -> Tensor:
@@ -124,8 +121,9 @@ def test_pairs_with_conversions() -> None:
     def cut(*args: Any, **options: Any) -> Any:
         return parallelize_module(copy.deepcopy(plain), mesh, PairwiseParallel(*args, **options))
 
-    gathering = cut(ours.make_input_reshard_replicate, ours.make_output_reshard_tensor)
-    _assert_part(gathering(part), mesh, S0, expected)
+    _assert_part(
+        cut(ours.make_input_reshard_replicate, ours.make_output_reshard_tensor)(part), mesh, S0, expected
+    )
     _assert_part(cut(input_layouts=S0, output_layouts=S0)(part), mesh, S0, expected)
     _assert_is(cut(prepare_output=ours.make_output_replicate_1d)(x), R, expected)
     _assert_is(cut(output_layouts=S1, use_local_output=False)(x), S1, expected)
@@ -214,8 +212,9 @@ def test_parallelized_modules_are_pickled() -> None:
 def test_sequences_of_another_dim() -> None:
     mesh = mesh_of((4,))
     plain, whole = seeded(Scale), _data(8, WIDTH)
-    style = SequenceParallel(sequence_dim=0, use_local_output=True)
-    parallel = parallelize_module(copy.deepcopy(plain), mesh, style)
+    parallel = parallelize_module(
+        copy.deepcopy(plain), mesh, SequenceParallel(sequence_dim=0, use_local_output=True)
+    )
     part = place(whole, S0).to_local()
     _assert_part(parallel(part, 2.0), mesh, S0, plain(whole, 2.0))
     with pytest.raises(ArgumentError, match="Scale under SequenceParallel got no positional argument"):
@@ -425,8 +424,7 @@ def _compare(logits: Tensor, target: Tensor, placements: list[Any], sent: int | 
     dt = place(logits, *placements, mesh=(2, 2)).requires_grad_()
     with count_collectives() as forward, loss_parallel():
         loss = F.cross_entropy(dt, target, **options)
-    rest = place(factor, mesh=(2, 2))
-    scaled = (loss * rest).sum()
+    scaled = (loss * place(factor, mesh=(2, 2))).sum()
     with count_collectives() as backward:
         scaled.backward()
     torch.testing.assert_close(loss.full_tensor(), expected, equal_nan=True)

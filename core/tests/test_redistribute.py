@@ -274,8 +274,9 @@ def test_every_dtype_is_reduced(dst: Placement) -> None:
         halves = [[1, 0, 2, 1, 0, 1, 2, 1], [2, 1, 2, 0, 0, 1, 1, 1]]
         terms = torch.tensor(halves * (WORLD_SIZE // 2)).to(dtype)
         wide = terms.to(torch.float64) if dtype.itemsize == 1 and dtype.is_floating_point else terms
-        spec = DTensorSpec.of(mesh, (Partial(op),), (8,), (1,), dtype)
-        got = run_route(terms[rank], cheapest_route(spec, (dst,)))
+        got = run_route(
+            terms[rank], cheapest_route(DTensorSpec.of(mesh, (Partial(op),), (8,), (1,), dtype), (dst,))
+        )
         want = {
             "sum": lambda w: w.sum(0),
             "avg": lambda w: w.sum(0) / WORLD_SIZE,

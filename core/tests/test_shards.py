@@ -194,8 +194,9 @@ def test_dtensor_of_shards(layout: str) -> None:
     results = tensor, rows, columns, doubled, parameter.grad, moved.grad
     expected = [whole, whole, whole, whole.double(), whole, torch.full_like(whole, 3.0)]
     torch.testing.assert_close([t.full_tensor() for t in results], expected, rtol=0, atol=0)
-    copies = tensor.clone(), tensor.detach(), target, copy.deepcopy(tensor)
-    assert all(torch.equal(t, tensor) for t in copies)
+    assert all(
+        torch.equal(t, tensor) for t in (tensor.clone(), tensor.detach(), target, copy.deepcopy(tensor))
+    )
     assert all(_kinds(t) == {LocalShardsWrapper} for t in (doubled, target, tensor.clone(), parameter))
     assert parameter.grad.placements == tensor.placements
     assert torch.equal(tensor, plain) and torch.equal(plain, tensor) and not torch.equal(tensor, plain + 1)
@@ -222,8 +223,9 @@ def _drawn(layout: str) -> str:
 
 def test_sharding_text_shows_the_shards(worlds: AnyWorlds) -> None:
     def cells(layout: str) -> list[list[str]]:
-        lines = worlds(_drawn, layout)[0].splitlines()
-        return [line.split() for line in lines if "rank" in line and "|" in line]
+        return [
+            line.split() for line in worlds(_drawn, layout)[0].splitlines() if "rank" in line and "|" in line
+        ]
 
     rows = [("0:1", "0"), ("1:4", "1"), ("4:5", "2"), ("5:8", "3")]
     assert [(line[0], line[-1]) for line in cells("row-wise uneven")] == rows
@@ -283,8 +285,9 @@ def _misplaced(use: str, folder: str) -> None:
 
 
 def _computes(*_: str) -> None:
-    table = _tensor("row-wise even")
-    torch.nn.functional.embedding(distribute_tensor(torch.tensor([1, 7]), mesh_of((4,)), [R]), table)
+    torch.nn.functional.embedding(
+        distribute_tensor(torch.tensor([1, 7]), mesh_of((4,)), [R]), _tensor("row-wise even")
+    )
 
 
 OFFSETS = (_misplaced, r"mesh rank 2: \[2, 16\] at \(4, 16\) where \(4, 0\)", LayoutError)

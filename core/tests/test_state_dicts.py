@@ -301,8 +301,9 @@ def test_full_state_is_loaded_into_a_model_on_meta() -> None:
         model = nn.Linear(6, 8)
     parallelize_module(model, mesh, ColwiseParallel())
     full = source.state_dict() if dist.get_rank() == 0 else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, full, options=options)
+    set_model_state_dict(
+        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
     _same(model.state_dict(), source.state_dict())
     assert model.weight.placements == (Shard(0),) and isinstance(model.weight, nn.Parameter)
 

@@ -256,8 +256,7 @@ R, P = Replicate(), Partial()
 
 def _dense(values: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """Returns `values` with their dims in this order in memory, outermost first."""
-    back = [order.index(d) for d in range(len(order))]
-    return values.permute(order).contiguous().permute(back)
+    return values.permute(order).contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 def _gapped(values: torch.Tensor) -> torch.Tensor:
@@ -466,8 +465,7 @@ def test_buckets_and_collective_utils() -> None:
             assert torch.equal(output, values + rank)
         part = _layouts(values + 10 * rank)[(layout + rank) % 4]
         whole = torch.cat([values, values + 10])
-        moved = collective_utils.shard_dim_alltoall(part, 0, 1, mesh, 0)
-        assert torch.equal(moved, whole.chunk(2, 1)[rank])
+        assert torch.equal(collective_utils.shard_dim_alltoall(part, 0, 1, mesh, 0), whole.chunk(2, 1)[rank])
 
 
 @on_gloo_ranks(world_size=2)

@@ -130,8 +130,9 @@ def test_methods_and_properties() -> None:
     for name in ("device_mesh", "placements"):
         for kind in (theirs.DTensor, ours.DTensor):
             assert isinstance(inspect.getattr_static(kind, name), property), (kind, name)
-    mine = _parameters(ours.ExplicitRedistributionContext.__init__)
-    assert mine == _parameters(ExplicitRedistributionContext.__init__)
+    assert _parameters(ours.ExplicitRedistributionContext.__init__) == _parameters(
+        ExplicitRedistributionContext.__init__
+    )
 
 
 # ---- placements and public names ----

@@ -43,8 +43,9 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def _source_rank(src: int | None) -> torch.Tensor:
-    mine = torch.arange(5.0) + 10 * dist.get_rank()
-    return distribute_tensor(mine, mesh_of((4,)), [S0], src_data_rank=src).to_local()
+    return distribute_tensor(
+        torch.arange(5.0) + 10 * dist.get_rank(), mesh_of((4,)), [S0], src_data_rank=src
+    ).to_local()
 
 
 def test_distribute_tensor_takes_the_source_ranks_values(worlds: AnyWorlds) -> None:

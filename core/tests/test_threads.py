@@ -182,8 +182,7 @@ def test_asynchronous_collectives_are_waited_for_later() -> None:
     first, second = _mine(me, 3), _mine(me, 2)
     order = [(first, groups[0]), (second, groups[1])]
     # The ranks issue in two groups in opposite orders: only waiting at once would be a deadlock.
-    works = [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]
-    for work in works:
+    for work in [dist.all_reduce(t, group=g, async_op=True) for t, g in (order if me % 2 else order[::-1])]:
         work.wait()
     earlier, later = _mine(me, 2), _mine(me, 2)
     unwaited = dist.all_reduce(earlier, async_op=True)
@@ -198,8 +197,7 @@ def test_asynchronous_collectives_are_waited_for_later() -> None:
 @on_ranks
 def test_subgroups_and_meshes() -> None:
     me = dist.get_rank()
-    pairs = [dist.new_group([0, 2]), dist.new_group([3, 1])]
-    group = pairs[me % 2]
+    group = [dist.new_group([0, 2]), dist.new_group([3, 1])][me % 2]
     assert dist.get_process_group_ranks(group) == ([0, 2] if me % 2 == 0 else [1, 3])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert list(mesh.get_coordinate() or ()) == [me // 2, me % 2]
@@ -256,8 +254,7 @@ def _all_reduce_or(of_rank_1: Callable[[], object]) -> Callable[[], object]:
 
 
 def _waits_for_another() -> None:
-    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])]
-    dist.barrier(group=groups[dist.get_rank() % 2])
+    dist.barrier(group=[dist.new_group([0, 1, 2, 3]), dist.new_group([0, 1, 2, 3])][dist.get_rank() % 2])
 
 
 def _sends_too_much() -> None:
@@ -339,8 +336,7 @@ def test_collectives_of_inference_tensors_and_of_leaves() -> None:
 
 
 def test_process_keeps_its_own_process_group() -> None:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with ThreadWorld(2) as world:
             assert world.run(dist.get_world_size) == [2, 2]

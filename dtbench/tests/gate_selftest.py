@@ -106,10 +106,9 @@ def _pool(
     limits = Limits(600.0, time.monotonic() + budget_s, f"{budget_s:g} s")
     with contextlib.ExitStack() as stack:
         base, slowed = stack.enter_context(open_arms("env:", f"env:{gate_selftest_suite.VARIABLE}=1", say))
-        selections = {name: [SuiteSelection(gate_selftest_suite.__file__)] for name in ("base", "head")}
         launcher = Launcher(
             {"base": base, "head": slowed},
-            selections,
+            {name: [SuiteSelection(gate_selftest_suite.__file__)] for name in ("base", "head")},
             plan_on(device),
             folder / "launches",
             limits,

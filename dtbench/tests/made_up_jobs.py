@@ -99,12 +99,11 @@ def lanes(rank: int, late_s: float) -> list[Lane]:
 def job(ranks: int = 8, late: int = 3, **fields: Any) -> Job:
     """The rank `late` computes 20 ms longer, so that the others wait for it over dp."""
     late_s = {rank: 0.02 * (rank == late) for rank in range(ranks)}
-    waiting = {str(rank): 0.0 if rank == late else 0.4 + rank / 1e3 for rank in range(ranks)}
     dp = Waits(
         mesh_dim="dp",
         group_size=2,
         calls=192,
-        waiting_s=waiting,
+        waiting_s={str(rank): 0.0 if rank == late else 0.4 + rank / 1e3 for rank in range(ranks)},
         transfer_s=0.3,
         last_counts={str(late): 165, "1": 9},
         late_s={str(late): 3.1e-3, "1": 0.2e-3},

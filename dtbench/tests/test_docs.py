@@ -66,8 +66,10 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     gate = cli.get_command(click.Context(cli), "gate")
     assert gate is not None
     options = gate.make_context("gate", words[2:]).params
-    exports = [("bmf", Path("times.json"))]
-    assert (options["words"], options["exports"]) == (("benchmarks/my_suite.py",), exports)
+    assert (options["words"], options["exports"]) == (
+        ("benchmarks/my_suite.py",),
+        [("bmf", Path("times.json"))],
+    )
 
 
 # What differs from machine to machine, and from one run to the next.

@@ -506,8 +506,9 @@ def test_launch_environment_lacks_the_variables_of_an_outer_job(
     arm = made_up_arm(tmp_path, SLOW="2")
     env = environment_of({"C": "3"}, arm.env, arm.path)
     assert not {"RANK", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "DTBENCH_LAUNCH"} & set(env)
-    kept = {"KEPT": "1", "SLOW": "2", "C": "3", "PYTHONPATH": os.pathsep.join(arm.path)}
-    assert env.items() >= kept.items()
+    assert (
+        env.items() >= {"KEPT": "1", "SLOW": "2", "C": "3", "PYTHONPATH": os.pathsep.join(arm.path)}.items()
+    )
 
 
 def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
@@ -522,8 +523,7 @@ def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["lib", str(built), str(outside), "lib", ""]))
     monkeypatch.setattr(sys, "path", [*sys.path, str(repository / "linked")])  # as a .pth file adds it
     with open_arms("rev:HEAD", "env:") as (base, head):
-        copies = (base.root, base.root / "lib", base.root / "linked", outside)
-        assert [*base.path[1:]] == [*map(str, copies)]
+        assert [*base.path[1:]] == [*map(str, (base.root, base.root / "lib", base.root / "linked", outside))]
         assert f"without {built} of PYTHONPATH, which the commit lacks: commit it" in base.note
         assert base.note.endswith(f"with the folders of PYTHONPATH outside the repository: {outside}")
         assert [*head.path[1:]] == [*map(str, (repository / "lib", built, outside))]

@@ -204,8 +204,9 @@ def test_log_of_refused_rows_is_recorded_and_exits_with_5(
     Path("good.log").write_text(good)
     Path("bad.log").write_text(bad)
     assert dtbench("import", "good.log", "-o", "good.jsonl")[0] == EXIT_OK
-    logs = ["bad.log", "good.log"] if beside_a_good_log else ["bad.log"]
-    code, out, err = dtbench("import", *logs, "-o", "run.jsonl")
+    code, out, err = dtbench(
+        "import", *(["bad.log", "good.log"] if beside_a_good_log else ["bad.log"]), "-o", "run.jsonl"
+    )
     assert (code, err) == (EXIT_CASE_FAILED, "")
     rows = re.search(rf"bad.log: .*{tool}, (\d+) rows, (\d+) of them refused\n", out)
     assert rows and int(rows[1]) == int(rows[2]) > 0
@@ -284,7 +285,6 @@ def test_container_logs_are_unwrapped(dtbench: Cli, tool: str, container: Callab
 
 
 def test_truncated_container_log_keeps_complete_lines(dtbench: Cli) -> None:
-    text = in_docker(table()).rstrip("\n")[:-40]
-    Path("x.log").write_text("Defaulted container to worker\n" + text)
+    Path("x.log").write_text("Defaulted container to worker\n" + in_docker(table()).rstrip("\n")[:-40])
     assert dtbench("import", "x.log", "-o", "run.jsonl")[0] == EXIT_OK
     assert len(read_run("run.jsonl").results) == 2 * len(SIZES)

@@ -471,8 +471,9 @@ def test_trace_of_a_job_on_cpus_is_read_without_kernels(tmp_path: Path, backend:
     """Also where a profiler with CUDA's activities left calls of its runtime, as it does at its end."""
     head = header()
     head["distributedInfo"]["backend"] = backend
-    events = [op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 5), launch(30, 1)]
-    (tmp_path / "t.json").write_bytes(text_of(events, head))
+    (tmp_path / "t.json").write_bytes(
+        text_of([op("aten::mm", 0, 9), op("c10d::allreduce_", 9, 5), launch(30, 1)], head)
+    )
     job = read_job([tmp_path])
     assert (job.ranks[0].computation_s, job.collectives) == (pytest.approx(9e-6), ())
     assert any("calls of torch.distributed have no times" in text for text in job.notes)

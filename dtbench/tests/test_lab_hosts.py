@@ -71,8 +71,9 @@ def test_ranks_are_numbered_host_by_host_and_each_launch_is_a_fresh_world() -> N
 def test_a_killed_rank_ends_the_run_and_is_named() -> None:
     run = ("dtbench", "run", FAULTS, "--filter", "how=dies rank=1", "-o", "x.jsonl")
     done = start_fresh(*LAB, "--hosts", "2", "--mbit", "400", "--", *run)
-    message = "-1 died or did not answer during bad grave how=dies rank=1"
-    assert done.returncode == 5 and message in done.stderr
+    assert (
+        done.returncode == 5 and "-1 died or did not answer during bad grave how=dies rank=1" in done.stderr
+    )
 
 
 def test_sigterm_ends_all_and_removes_what_was_made_for_it() -> None:

@@ -445,8 +445,9 @@ def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: P
     assert "more results to measure" in done.stdout
 
     # Cut within the refinement of the first launch: the sweep is whole, and one impl of an added size there.
-    lines = Path("x.jsonl").read_bytes().splitlines(keepends=True)
-    Path("x.jsonl").write_bytes(b"".join(lines[: 1 + 2 * 4 + 3]))
+    Path("x.jsonl").write_bytes(
+        b"".join(Path("x.jsonl").read_bytes().splitlines(keepends=True)[: 1 + 2 * 4 + 3])
+    )
     resumed = run(*args, "--resume")
     assert resumed.returncode == 5 and resumed.stderr == ""
     back = read_run("x.jsonl")

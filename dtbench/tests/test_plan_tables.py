@@ -168,8 +168,9 @@ def test_every_column_affects_the_step(tmp_path: Path) -> None:
 
 def test_rows_of_other_machines_and_unsupported_training_are_left_out(tmp_path: Path) -> None:
     rows = [f"{row},8,64,2,9000\n" for row in ("llama-8b,DGX-H100,", "llama-8b,DGX-B200,", "llama-8b,,LoRA")]
-    titles = "model,system,training,gpus,global batch,micro batch,tokens/s\n"
-    measured = read(tmp_path, titles + "".join(rows))
+    measured = read(
+        tmp_path, "model,system,training,gpus,global batch,micro batch,tokens/s\n" + "".join(rows)
+    )
     assert ([step.line for step in measured.steps], measured.left_out) == (
         [2],
         {"DGX-B200 is not h100-8x": [3], "training of low-rank adapters is not supported": [4]},

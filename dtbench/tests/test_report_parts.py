@@ -101,8 +101,7 @@ def test_page_of_undecided_gate_shows_why(tmp_path: Path) -> None:
     def verdict_of(**changes: Any) -> str:
         return Page(render(sources_of(**changes))).section_text["verdict"]
 
-    trust = {"control": 1.2, "null": None, "reasons": ["the control moved"]}
-    doubted = verdict_of(trust=trust, exit_code=3)
+    doubted = verdict_of(trust={"control": 1.2, "null": None, "reasons": ["the control moved"]}, exit_code=3)
     assert "? Untrusted" in doubted and "Untrusted: the control moved" in doubted
     few = made_up_findings.benchmark("inconclusive", "sum", 1.03, impl="wrapped")
     for bounds, interval in (
@@ -214,9 +213,15 @@ def collective(params: dict[str, Any], own: dict[str, list[float]]) -> Result:
         "mode": "isolated",
         "dtype": "float32",
     } | params
-    times = [4e-3] * 8
     return made_up.result(
-        "collectives", "all_reduce", "c10d", params, times, rank_samples=own, size_bytes=10**6, factor=1.0
+        "collectives",
+        "all_reduce",
+        "c10d",
+        params,
+        [4e-3] * 8,
+        rank_samples=own,
+        size_bytes=10**6,
+        factor=1.0,
     )
 
 
@@ -246,8 +251,11 @@ def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
     gpu = {"name": "NVIDIA H100 80GB HBM3", "nvlink": {"links": 18, "active_links": 18, "version": 6}}
     header = made_up.header(hosts=["a"] * 4, machine={"cpu": {}, "gpus": [gpu] * 4})
     for rank in header["ranks"]:
-        link = {"neighbours": {}, "switch_links": 18}
-        rank |= {"nvlink": link, "pci_bus_id": f"{rank['rank']}", "boot_id": "1"}
+        rank |= {
+            "nvlink": {"neighbours": {}, "switch_links": 18},
+            "pci_bus_id": f"{rank['rank']}",
+            "boot_id": "1",
+        }
     limits = [collectives.limit_of(made_up.read(header), "tp")]
     header["ranks"][3] |= {"nvlink": {"neighbours": {}, "switch_links": 0}}
     limits += [
@@ -275,8 +283,9 @@ def test_systems_are_drawn_beside_each_other() -> None:
     figure = section("systems", systems=together.systems).figures[0]
     assert [panel.title for panel in figure.panels[:2]] == ["all_gather", "all_reduce"]
     assert {words for words, _ in figure.legend} == {"first", "other"}
-    machine = {"cpu": {"model": "other"}, "gpus": []}
-    dispatch = made_up.run(list(made_up.dispatch()), path="ops.jsonl", machine=machine)
+    dispatch = made_up.run(
+        list(made_up.dispatch()), path="ops.jsonl", machine={"cpu": {"model": "other"}, "gpus": []}
+    )
     assert split_systems(sources([first, dispatch])).systems == ()
 
 
@@ -346,8 +355,9 @@ def test_other_suites_show_times_over_launches() -> None:
         "200",
         "1000",
     ]
-    alone = made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1])
-    text = Page(render(Sources(runs=(alone,)))).text
+    text = Page(
+        render(Sources(runs=(made_up.run(results, mesh={}, ranks=made_up.header()["ranks"][:1]),)))
+    ).text
     assert "mine: 2 cases from 200 µs to 1.00 ms" in text and "mean 16 KiB 16 KiB" in text
     assert "One process measured" in text and "unknown" not in text
 

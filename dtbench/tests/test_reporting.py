@@ -96,8 +96,7 @@ def test_warnings_are_folded_behind_their_number_and_the_severe_ones_in_few_word
     assert [part for part in parts if part not in "\n".join(texts)] == []
     reasons = ("got 3, expected 4", "out of memory", "no rule for it")
     case = "bucketer reduce_scatter, core (mesh_dim=tp), rank 3, launch 0"
-    failures = Page(warned).section_text["failures"]
-    assert [part for part in (*reasons, case) if part not in failures] == []
+    assert [part for part in (*reasons, case) if part not in Page(warned).section_text["failures"]] == []
 
 
 def test_sections_with_one_row_are_folded() -> None:
@@ -365,9 +364,10 @@ def test_axes_hold_their_values_and_have_ticks(low: float, high: float) -> None:
 
 @pytest.mark.parametrize(("width", "ticks"), [(900, 4), (200, 4), (150, 3)])
 def test_ticks_are_dropped_down_to_three_as_labels_need_room(width: int, ticks: int) -> None:
-    times = axes.times_axis([4e-7, 2e-3])
     with settings():
-        there = times.spaced_ticks(Figure(figsize=(width / 72, 1)).add_axes((0, 0, 1, 1)), True)
+        there = axes.times_axis([4e-7, 2e-3]).spaced_ticks(
+            Figure(figsize=(width / 72, 1)).add_axes((0, 0, 1, 1)), True
+        )
     assert len(there) == ticks and there[0] < there[-1] / 100, (width, there)
 
 

@@ -39,7 +39,7 @@ SLOW = {
     "dtbench/tests/test_runs.py::test_under_*": "torchrun and Slurm",
     "dtbench/tests/test_options.py::test_real_ranks*": "sweeps of real ranks in two launches",
     "core/tests/test_compile*.py::*": "graphs, of which each compilation takes a second",
-    "core/tests/test_coverage_tool.py::test_workers_*": "processes that judge an op in every mode",
+    "core/tests/test_coverage_tool.py::test_workers_*": "processes that judge ops, of which one is waited for",
     "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
     # The gate's launches are such starts, too; the fast tier judges made-up ones.
     "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
