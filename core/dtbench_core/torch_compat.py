@@ -197,7 +197,7 @@ def register_foreach_type(cls: type[torch.Tensor]) -> None:
             listed.append(cls)
 
 
-def teach_loading(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_state_loading(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wraps the function that optimizers call for each value of a loaded state: (parameter, value, ...) -> value."""
     name = "_process_value_according_to_param_policy"
     setattr(optimizer.Optimizer, name, staticmethod(wrapped(getattr(optimizer.Optimizer, name))))
@@ -252,7 +252,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
         return None if tensor.is_inference() else _version(tensor)
 
 
-def counted_together(tensor: torch.Tensor, second: torch.Tensor) -> bool:
+def have_same_version_counter(tensor: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether torch counts writes to the second tensor as writes to the first."""
     if (version := version_of(tensor)) is None or version_of(second) != version:
         return False
@@ -264,7 +264,7 @@ def counted_together(tensor: torch.Tensor, second: torch.Tensor) -> bool:
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 
-def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+def version_counter_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor without values that shares the version of `tensor`, without a reference to it."""
     was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, False)  # dispatch runs below this key
@@ -508,7 +508,7 @@ def state_of_library() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(_FOLDER.rglob("*.py")))).hexdigest()
 
 
-def _teach_dynamo(dynamo: Any) -> None:
+def _configure_dynamo(dynamo: Any) -> None:
     """Makes Dynamo trace calls into this library, but compile no frame of it that runs after a graph break.
 
     The same holds for torch's own code. Before torch 2.13 Dynamo cannot do both, and compiles such frames.
@@ -518,10 +518,10 @@ def _teach_dynamo(dynamo: Any) -> None:
         dynamo.trace_rules.BUILTIN_INLINE_WHEN_CALLED.add(str(_FOLDER))
 
 
-when_imported("torch._dynamo", _teach_dynamo)
+when_imported("torch._dynamo", _configure_dynamo)
 
 
-def teach_tangents(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor]) -> None:
+def accept_plain_gradients(cls: type[torch.Tensor], placed: Callable[..., torch.Tensor]) -> None:
     """Makes compiled backward passes accept a plain gradient for a result that is a `cls`.
 
     Autograd passes plain zeros for unused results.

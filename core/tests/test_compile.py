@@ -289,7 +289,7 @@ def test_graphs_do_not_ask_other_ranks() -> None:
 
     for fn, value, message in (
         (wrap, ragged, "expected .2, 2. on this rank"),
-        (mapped, placed(torch.ones(3, 2)), "outside of it"),
+        (mapped, placed(torch.ones(3, 2)), "outside the graph"),
     ):
         with pytest.raises(Exception, match=message):
             compiled(lambda t, fn=fn: fn(t), fullgraph=True)(value)

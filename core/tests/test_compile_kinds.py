@@ -184,7 +184,7 @@ def test_results_of_unknown_size_break_the_graph() -> None:
     x = placed(plain)
     for fn in functions:
         torch._dynamo.reset()
-        with pytest.raises(RuntimeError, match=r"whose size depends on values.*fullgraph") as caught:
+        with pytest.raises(RuntimeError, match=r"result whose size depends on values.*fullgraph") as caught:
             compiled(fn, fullgraph=True)(x)
         assert isinstance(caught.value.__cause__, CoreError)
         assert_equal([compiled(fn)(x)], [fn(plain)])

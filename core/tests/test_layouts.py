@@ -243,7 +243,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], type, str]] = {
             A[: [5, 3, 3, 5][dist.get_rank()], :2], mesh_of((2, 2)), [S1, S0], shape=(8, 4), stride=(4, 1)
         ),
         LayoutError,
-        "expected shards that make it up",
+        "expected shards that add up to it",
     ),
     "counts contradict": (
         lambda m: DTensor.from_local(A[:2], m, [ROWS]),

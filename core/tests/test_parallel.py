@@ -212,7 +212,7 @@ def test_plans(fake_world: Callable[[int], None]) -> None:
 
     meshes: list[tuple[Any, Any, str]] = [
         (two_dims, "pp", r"'pp' of .*one of its names \('dp', 'tp'\) or an index"),
-        (None, 0, "got no device_mesh and no mesh is current"),
+        (None, 0, "got no device_mesh, and there is no current mesh"),
         ("tp", 0, "got str as device_mesh"),
     ]
     for given, dim, message in meshes:

@@ -452,7 +452,7 @@ FACTORY_MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "partial": ({"placements": [Partial()]}, "expected Shard or Replicate"),
     "too many": ({"placements": [S0, S0]}, "got 2 placements"),
     "dim": ({"placements": [Shard(2)]}, r"got Shard\(2\) for a tensor of 2 dims"),
-    "no mesh": ({"device_mesh": None}, "no mesh is current"),
+    "no mesh": ({"device_mesh": None}, "there is no current mesh"),
 }
 
 

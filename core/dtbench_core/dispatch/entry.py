@@ -44,7 +44,7 @@ from dtbench_core.dispatch.op_plan import OpPlan
 from dtbench_core.dispatch.plain_tensors import mixes_plain, with_replicas
 from dtbench_core.errors import CoreError, NoRuleError
 from dtbench_core.layout import random
-from dtbench_core.layout.wrapper import Wrapper, pending_lenders, stored_local, update_lenders
+from dtbench_core.layout.wrapper import Wrapper, pending_history_updates, stored_local, update_histories
 from dtbench_core.op_types import Args, Call, Kwargs, Value
 from dtbench_core.rules import cross_entropy, linear
 from dtbench_core.rules.compare import equal
@@ -222,8 +222,8 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
             "class of tensors defines its ops; expected torch.compile or torch.export's AOTAutograd, "
             "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
         ) from error
-    if written := pending_lenders.get():
-        update_lenders(written)
+    if written := pending_history_updates.get():
+        update_histories(written)
     if args and result is args[0]:
         return _as_new_result(func, result)
     return result

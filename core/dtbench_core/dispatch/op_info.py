@@ -89,11 +89,15 @@ def _handler_of(op: OpOverload) -> Call | None:
 def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Runs the op that AOTAutograd replaces a graph's result by: another tensor of the same memory."""
     source, shape = args[0], tuple(args[1])
-    if source._crossing is None or shape != tuple(source._spec.shape):
+    if source._read_only_reason is None or shape != tuple(source._spec.shape):
         return NotImplemented
     local = source._local_tensor
     view = wrap(type(source), local.view_as(local), source._spec)
-    view._crossing, view._memory, view._returned_at = source._crossing, source._memory, source._returned_at
+    view._read_only_reason, view._memory, view._writes_at_return = (
+        source._read_only_reason,
+        source._memory,
+        source._writes_at_return,
+    )
     return view
 
 

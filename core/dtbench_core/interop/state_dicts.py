@@ -25,7 +25,7 @@ from dtbench_core.errors import ArgumentError
 from dtbench_core.op_types import Call
 from dtbench_core.tensor.distribute import distribute_tensor
 from dtbench_core.tensor.dtensor import DTensor
-from dtbench_core.torch_compat import device_of_group, teach_loading, when_imported
+from dtbench_core.torch_compat import device_of_group, when_imported, wrap_state_loading
 
 
 def full_state_dict(state: Any, *, cpu_offload: bool = False, rank0_only: bool = False) -> Any:
@@ -263,4 +263,4 @@ def _sharding_values(process: Call) -> Call:
     return load
 
 
-teach_loading(_sharding_values)
+wrap_state_loading(_sharding_values)

@@ -20,7 +20,7 @@ from dtbench_core.layout.wrapper import wrap
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.copied_view import is_copied
 from dtbench_core.redistribute.routes import placements_of_gradient
-from dtbench_core.tensor.dtensor import DTensor, is_uncounted
+from dtbench_core.tensor.dtensor import DTensor, lacks_version_counter
 from dtbench_core.torch_compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -187,7 +187,7 @@ def _with_shared_version(
     tensor: torch.Tensor, cls: type[Kind], result: Kind, local: torch.Tensor, spec: object, view: bool
 ) -> Kind:
     """Returns `result`, of class `cls`, as a tensor that shares the version counter of `tensor`."""
-    if is_uncounted(local):
+    if lacks_version_counter(local):
         return result
     with DisableTorchFunction(), DisableTorchDispatch():
         shared: Any = as_subclass(tensor, cls) if view else make_subclass(cls, tensor)

@@ -1,17 +1,21 @@
-"""Keeps the default generators of ranks that draw the same values in one state.
+"""Keeps the default generators in the same state on all ranks that must draw the same values.
 
-Nothing is sent unless a rank's generator moved by itself (Note [Who moved]). Such a rank reports it in the store of the
-world and waits for the others to do the same, as after `torch.manual_seed` on every rank. Once all have reported, they
-compare their states and take the first rank's if they differ. If only one rank moved, the others never report: after a
-timeout it takes back the state that they have.
+Nothing is sent unless a rank's generator changed outside a draw that all ranks of the mesh made (Note [Recorded
+states]). Such a rank reports the change in the default store and waits until the other ranks report one, too. For
+example, all ranks report after `torch.manual_seed` on every rank. They then compare their states, and take the first
+rank's if they differ. If only one rank changed its generator, the others never report. After a timeout, that rank
+restores the state of the others.
 
-Note [Who moved]: an `Agreement` records along which mesh dims the ranks of a mesh have one state, and that state. It
-only
-changes in operations of all ranks of the mesh, so it is the same on all of them: a draw on the mesh, or on a mesh that
-contains it. A rank whose state differs from the recorded one has moved by itself. Meshes whose last draw was common
-share a `Lineage`, so that a draw on the larger one updates both; a draw on the smaller one gives it a `Lineage` of its
-own. A state that was recorded long ago proves nothing, as one rank may have restored it. So draws that a checkpoint
-repeats are compared.
+Note [Recorded states]: an `Agreement` records along which mesh dims the ranks of a mesh have equal states, and that
+state. It changes only in operations that all ranks of the mesh run: a draw on the mesh, or on a mesh that contains it.
+So it is the same on all of them. If a rank's state differs from the recorded one, its generator changed outside such
+operations.
+
+Meshes that made their last draw together share a `Lineage`, so that a draw on the larger mesh updates both. A draw on
+the smaller mesh gives that mesh its own `Lineage`.
+
+An older state proves nothing, since a single rank may have restored it. So ranks compare states when activation
+checkpointing repeats draws.
 """
 
 from __future__ import annotations
@@ -38,20 +42,29 @@ from dtbench_core.torch_compat import dispatch_modes_active, is_traced, ranks_of
 T = TypeVar("T")
 Dims = frozenset[int]  # indices of mesh dims
 
-# Seconds that a rank that moved waits for the others. Ranks that draw together report within milliseconds, and within
-# seconds if they compile, load data or write a checkpoint in between. A rank that reports later loses the seed it set.
+# Seconds for which a rank that reported a change waits for the others. Ranks that draw together report within
+# milliseconds, or within seconds if they compile, load data or write a checkpoint in between. If a rank reports later,
+# the seed that it set is lost.
 PATIENCE_S = 10.0
-# The same for a rank that moved alone the last time and was not seeded since, as if rank 0 draws at every step.
+# A shorter wait if this rank's generator also changed alone the last time, and its seed is unchanged. For example,
+# rank 0 draws at every step.
 LONE_PATIENCE_S = 0.2
-# Decisions that stay in the store for late ranks. A rank that finds none reaches the same decision after waiting.
+# Number of decisions kept in the store for ranks that report late. A rank that finds none waits, then decides the same.
 MAX_KEPT_DECISIONS = 16
 POLL_S = 1e-4, 1e-2  # first and longest interval between two reads of the store
-DIFFERS = 1 << 32  # larger than any number of ranks; added to the count of ranks for each whose state differs
+DIFFERS = (
+    1 << 32
+)  # larger than any number of ranks; added to the number of reports for each state that differs
 
 
 @dataclass(eq=False)
 class Lineage:
-    """The generator state after the last common draw of some meshes, of which the largest has `ranks`."""
+    """The generator state after the last draw that several meshes made together.
+
+    Attributes:
+        ranks: ranks of the largest of these meshes.
+        state: the state; empty until it is recorded.
+    """
 
     ranks: frozenset[int]
     state: bytes = b""
@@ -63,16 +76,17 @@ class Agreement:
     Attributes:
         name: prefix of the mesh's keys in the store.
         shared_dims: the mesh dims of more than one rank.
-        equal_dims: those along which the ranks have the lineage's state.
-        drew_replicas: whether replicas were drawn. Until then, draws of shards are not compared.
-        reports_moves: whether a rank can report that it moved. Otherwise every draw is compared, as for threads.
+        equal_dims: the mesh dims along which the ranks have the lineage's state.
+        drew_replicas: whether any draw had replicas. Until then, ranks do not compare their states.
+        reports_changes: whether a rank can report that its generator changed. Otherwise ranks compare their states at
+            every draw, for example if the ranks are threads.
         draws: number of draws so far.
-        lone_seed: the seed with which this rank moved alone the last time.
+        lone_seed: this rank's seed when its generator last changed alone; None after a change on all ranks.
     """
 
     def __init__(self, mesh: MeshInfo) -> None:
         ordered = tuple(ranks_of_mesh(mesh.mesh))
-        instance = _meshes_of.get()[mesh.sizes, ordered] = _meshes_of.get()[mesh.sizes, ordered] + 1
+        instance = _mesh_counts.get()[mesh.sizes, ordered] = _mesh_counts.get()[mesh.sizes, ordered] + 1
         digest = hashlib.blake2b(repr((mesh.sizes, ordered, instance)).encode(), digest_size=16).hexdigest()
         self.name, self.ranks = f"dtbench_core/in_step/{digest}", frozenset(ordered)
         self.device_type = mesh.device_type
@@ -83,7 +97,7 @@ class Agreement:
         self.no_peers = (
             bool(mesh.groups) and dist.get_backend(comm.process_group_of(mesh.groups[0])) == "fake"
         )
-        self.reports_moves = self.no_peers or world_store() is not None
+        self.reports_changes = self.no_peers or world_store() is not None
         self.draws = 0
         self.lone_seed: int | None = None
 
@@ -91,16 +105,16 @@ class Agreement:
 _agreements: PerRank[weakref.WeakKeyDictionary[MeshInfo, Agreement]] = PerRank(
     "layout.agreements", weakref.WeakKeyDictionary
 )
-# Number of meshes with these sizes and ranks so far. It makes their names in the store differ.
-_meshes_of: PerRank[Counter[tuple[Any, ...]]] = PerRank("layout.meshes_of", Counter)
-_decided: PerRank[deque[list[str]]] = PerRank("layout.decided", deque)  # keys in the store
+# Number of meshes with these sizes and ranks so far. It makes their keys in the store unique.
+_mesh_counts: PerRank[Counter[tuple[Any, ...]]] = PerRank("layout.mesh_counts", Counter)
+_decided: PerRank[deque[list[str]]] = PerRank("layout.decided", deque)  # keys of decisions in the store
 
 
 def draw_in_step(mesh: MeshInfo, dims: Dims | None, make: Callable[[], T]) -> T:
-    """Returns what `make` draws on every rank of the mesh.
+    """Returns what `make` draws on every rank of the mesh. Gives generators one state before it, where they must agree.
 
     Args:
-        dims: mesh dims of more than one rank along which all ranks must draw the same; None for all.
+        dims: mesh dims of more than one rank along which all ranks must draw the same values; None for all.
     """
     if not mesh.groups or simulation.active or (dispatch_modes_active() and is_traced()):
         return make()
@@ -128,7 +142,7 @@ def draw_in_step(mesh: MeshInfo, dims: Dims | None, make: Callable[[], T]) -> T:
 
 def note_equal_states(mesh: MeshInfo) -> None:
     """Records that every rank of the mesh has just set its generator to the same state."""
-    if mesh.groups and not simulation.active and (agreement := _agreement(mesh)).reports_moves:
+    if mesh.groups and not simulation.active and (agreement := _agreement(mesh)).reports_changes:
         lineage = Lineage(agreement.ranks, _state(mesh))
         for related in _submeshes(agreement):
             related.lineage, related.equal_dims = lineage, related.shared_dims
@@ -172,11 +186,12 @@ def _state(mesh: MeshInfo) -> bytes:
 
 
 def _synchronize(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> None:
-    """Gives the ranks along `dims` one state, if this rank moved or the states of the others are not recorded."""
+    """Gives the ranks along `dims` one state, if this rank's changed or their states are not recorded as equal."""
     level = agreement.equal_dims if dims <= agreement.equal_dims else agreement.shared_dims
-    # If only some ranks share a lineage, the others do not see that its states differ.
+    # If states agree only along `equal_dims`, ranks outside do not notice that states differ along them. So all ranks
+    # along `equal_dims` must then get one state, not only those along `dims`.
     shared = dims if level == agreement.shared_dims else level
-    answer = _answer_of_lineage(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
+    answer = _report_change(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
     if answer == "alone":
         state = agreement.lineage.state
         generators(mesh).set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -186,7 +201,7 @@ def _synchronize(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes)
         _broadcast_state(mesh, shared, state)
     if level == agreement.shared_dims and not (states_equal or shared == level):
         _forget(agreement)
-        agreement.equal_dims = shared if agreement.reports_moves else frozenset()
+        agreement.equal_dims = shared if agreement.reports_changes else frozenset()
         agreement.lineage = Lineage(agreement.ranks)
     elif level == agreement.shared_dims:
         note_equal_states(mesh)
@@ -214,27 +229,29 @@ def _digest(state: bytes) -> str:
     return hashlib.blake2b(state, digest_size=16).hexdigest()
 
 
-# ---- in the store of the world ----
+# ---- reports and decisions in the default store ----
 
 
 class Keys(NamedTuple):
-    """Keys of one decision in the store.
+    """Keys of one decision in the store, with the values stored there.
 
     Attributes:
-        came: number of ranks that have reported, plus DIFFERS for each whose state differs from the first.
-        first: digest of the state of the first rank that reported.
+        reports: number of ranks that have reported, plus DIFFERS for each whose state differs from the first report's.
+        first: digest of the state that was reported first.
         decision: "same", "compare" or "alone".
     """
 
-    came: str
+    reports: str
     first: str
     decision: str
 
 
-def _answer_of_lineage(mesh: MeshInfo, agreement: Agreement, state: bytes) -> str:
-    """Returns the decision about a move of this rank: "alone" if not all ranks of the lineage reported a move.
+def _report_change(mesh: MeshInfo, agreement: Agreement, state: bytes) -> str:
+    """Reports that this rank's generator changed, and returns the decision on it.
 
-    Otherwise "same" or "compare", by whether their states are equal.
+    "alone": some rank along `equal_dims` did not report a change in time.
+    "same": all did, and their states are equal.
+    "compare": all did, and their states differ; or the ranks cannot report.
     """
     store = world_store()
     if store is None or agreement.no_peers:
@@ -243,9 +260,9 @@ def _answer_of_lineage(mesh: MeshInfo, agreement: Agreement, state: bytes) -> st
     keys = Keys(*(f"{agreement.name}/{agreement.draws}/{place}/{field}" for field in Keys._fields))
     mine = _digest(state)
     differs = store.compare_set(keys.first, "", mine).decode() != mine
-    came = store.add(keys.came, 1 + DIFFERS * differs)
-    if came % DIFFERS == prod(mesh.sizes[d] for d in agreement.equal_dims):
-        answer = _decide(store, keys, "compare" if came >= DIFFERS else "same")
+    reports = store.add(keys.reports, 1 + DIFFERS * differs)
+    if reports % DIFFERS == prod(mesh.sizes[d] for d in agreement.equal_dims):
+        answer = _decide(store, keys, "compare" if reports >= DIFFERS else "same")
     else:
         seed = generators(mesh).initial_seed()
         patience = LONE_PATIENCE_S if agreement.lone_seed == seed else PATIENCE_S
@@ -259,8 +276,8 @@ def _answer_of_lineage(mesh: MeshInfo, agreement: Agreement, state: bytes) -> st
         agreement.lone_seed = generators(mesh).initial_seed()
         if not agreement.warned:
             warnings.warn(
-                f"rank {dist.get_rank()} drew or seeded random numbers, but not all ranks of the {mesh} that draw with "
-                "it did: its generator is reset to the state of theirs; do it on every rank, or use a separate "
+                f"rank {dist.get_rank()} seeded or drew from its default generator, but other ranks of the {mesh} did "
+                "not: its generator was reset to their state; seed and draw on every rank, or use a separate "
                 "torch.Generator",
                 stacklevel=2,
             )
@@ -269,7 +286,7 @@ def _answer_of_lineage(mesh: MeshInfo, agreement: Agreement, state: bytes) -> st
 
 
 def _decide(store: Any, keys: Keys, answer: str) -> str:
-    """Returns the decision in the store, which is `answer` if there was none."""
+    """Stores `answer` as the decision unless there is one already, and returns the stored decision."""
     decision: str = store.compare_set(keys.decision, "", answer).decode()
     decided = _decided.get()
     decided.append(list(keys))

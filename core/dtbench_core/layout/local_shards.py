@@ -6,8 +6,8 @@ torchrec's sharded modules keep DTensors of such wrappers in their state dicts:
     DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=table_shape, stride=(width, 1))
 
 `to_local()` returns the wrapper. torch.distributed.checkpoint writes and reads each shard at its own offset. The
-wrapper supports only the ops that this needs; `joined()` gives a plain tensor for all others. `full_tensor()` and
-`redistribute()` of the DTensor use it.
+wrapper supports only the ops that checkpoints need. `joined()` gives a plain tensor for all others. `full_tensor()` and
+`redistribute()` of the DTensor call `joined()`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# Ops that run on each shard with the same further arguments; their results have the same offsets.
+# Ops that run on each shard, with the same other arguments. Results have the same offsets.
 _SHARD_BY_SHARD = (aten._to_copy.default, aten.clone.default, aten.detach.default, aten.empty_like.default)
 
 
 class LocalShardsWrapper(torch.Tensor):
     """The shards of one table on this rank: a single shard, or several column shards of the same rows.
 
-    As a tensor it has the shape of the shards concatenated along the columns, and no memory of its own. A rank without
-    shards wraps an empty one: `torch.empty(0, width)` if rows are sharded, `torch.empty(rows, 0)` if columns are.
+    The wrapper has the shape of the shards concatenated along the columns, and no memory of its own. A rank without
+    shards wraps an empty tensor: `torch.empty(0, width)` if rows are sharded, `torch.empty(rows, 0)` if columns are.
 
     Args:
-        local_shards: tensors [rows, columns] of one dtype and device, with equally many rows. They are not copied.
+        local_shards: [rows, columns] tensors with the same dtype, device and number of rows. They are not copied.
         offsets: (row, column) of each shard in the table.
 
     Raises:
@@ -84,19 +84,19 @@ class LocalShardsWrapper(torch.Tensor):
 
     @property
     def shard_offsets(self) -> list[torch.Size]:
-        """The (row, column) in the table of each shard's first element."""
+        """The position (row, column) in the table of each shard's first element."""
         return self._offsets
 
     @functools.cached_property
     def storage_meta(self) -> TensorStorageMetadata:
-        """The metadata of torch.distributed.checkpoint: properties, the wrapper's shape, the shards as chunks."""
+        """Metadata for torch.distributed.checkpoint: tensor properties, the wrapper's shape, the shards as chunks."""
         from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
         properties = TensorProperties.create_from_tensor(self._shards[0])
         return TensorStorageMetadata(properties=properties, size=self.shape, chunks=_chunks(self))
 
     def joined(self) -> torch.Tensor:
-        """Returns the shards concatenated along the columns: a copy if there are several, else the shard."""
+        """Returns the shards concatenated along the columns: a copy of several shards, or the only shard itself."""
         return self._shards[0] if len(self._shards) == 1 else torch.cat(self._shards, dim=1)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -114,7 +114,7 @@ class LocalShardsWrapper(torch.Tensor):
             return _BY_OP[func](*args, **(kwargs or {}))
         raise NoRuleError(
             f"{func} is not supported for LocalShardsWrapper! It supports the ops of state dicts: view, detach, clone, "
-            "copy_, to, equal and empty_like; for other ops make the DTensor of the plain tensor wrapper.joined()"
+            "copy_, to, equal and empty_like; for other ops make the DTensor from the plain tensor wrapper.joined()"
         )
 
     # torch would copy the wrapper without its shards.
@@ -127,7 +127,7 @@ class LocalShardsWrapper(torch.Tensor):
             memo[id(self)] = LocalShardsWrapper(copies, self._offsets)
         return cast("LocalShardsWrapper", memo[id(self)])
 
-    # Methods that torch.distributed.checkpoint calls; a DTensor calls those of its local tensor.
+    # torch.distributed.checkpoint calls these methods. Those of a DTensor call the ones of its local tensor.
     def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
         """Returns the shards as parts of `object`, which has the table's shape.
 
@@ -180,14 +180,14 @@ def _check(shards: list[torch.Tensor], places: list[torch.Size]) -> None:
     if len(kinds) > 1:
         raise LayoutError(
             f"{got}, {[str(s.dtype) for s in shards]}, expected column shards of the same rows, of one dtype on one "
-            "device: put shards of other rows in a table of their own"
+            "device: put shards of other rows in another table"
         )
     columns = sorted((place[1], shard.size(1)) for shard, place in zip(shards, places, strict=True))
     if any(previous[0] + previous[1] > following[0] for previous, following in itertools.pairwise(columns)):
         raise LayoutError(f"{got}, expected shards that do not overlap")
 
 
-# ---- the ops that are more than one call per shard ----
+# ---- ops that need more than one call per shard ----
 
 
 def _view(wrapper: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapper:
@@ -196,23 +196,23 @@ def _view(wrapper: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapp
 
 
 def _new_empty(wrapper: LocalShardsWrapper, size: Sequence[int], **options: Any) -> LocalShardsWrapper:
-    """Makes an empty wrapper, for asynchronous checkpoints."""
+    """Returns a wrapper of uninitialized shards with the same shapes. Asynchronous checkpoints call it."""
     _require_own_shape(wrapper, "new_empty", size)
     empty = [shard.new_empty(shard.shape, **options) for shard in wrapper._shards]
     return LocalShardsWrapper(empty, wrapper._offsets)
 
 
 def _require_own_shape(wrapper: LocalShardsWrapper, op: str, shape: Sequence[int]) -> None:
-    """Raises if an op would change the shape, since the offsets would no longer hold."""
+    """Raises if an op would change the shape, since the offsets would then be wrong."""
     if tuple(shape) != tuple(wrapper.shape):
         raise NoRuleError(
             f"aten.{op}.default to {list(shape)} is not supported for LocalShardsWrapper! Expected its own shape "
-            f"{list(wrapper.shape)}, in which its shards have their places: take wrapper.joined().{op}({list(shape)})"
+            f"{list(wrapper.shape)}, for which the shards' offsets are valid: call wrapper.joined().{op}({list(shape)})"
         )
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copies column by column; target and source may have different shards."""
+    """Copies `source` to `target`, which may be cut into different column shards."""
     if target.shape != source.shape:
         raise LayoutError(f"copy_ got {list(source.shape)} for {list(target.shape)}, expected the same shape")
     for part, values in _same_columns(target, source):
@@ -221,7 +221,7 @@ def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = Fals
 
 
 def equal_shards(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether the values are equal, and the offsets of two wrappers. Compares the shards without dispatch."""
+    """Whether the values are equal and, for two wrappers, the offsets, too. Compares the shards without dispatch."""
     if first.shape != second.shape:
         return False
     if holds_shards(first) and holds_shards(second) and _places(first) != _places(second):
@@ -239,14 +239,14 @@ _BY_OP: dict[Any, Call] = {
 
 
 def _same_columns(first: torch.Tensor, second: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields pairs of views with the same columns, none of which crosses a boundary between shards."""
+    """Yields pairs of views with the same columns. Each view lies inside one shard."""
     sides = [t._shards if holds_shards(t) else [t] for t in (first, second)]
     cuts = sorted({end for shards in sides for end in itertools.accumulate(s.size(1) for s in shards)})
     return zip(*(_cut(shards, cuts) for shards in sides), strict=True)
 
 
 def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yields the concatenated shards, cut before these columns."""
+    """Yields parts of the shards, cut at these columns of the concatenated shards."""
     end = 0
     for shard in shards:
         start, end = end, end + shard.size(1)
@@ -255,7 +255,10 @@ def _cut(shards: Sequence[torch.Tensor], cuts: Sequence[int]) -> Iterator[torch.
 
 
 def _places(wrapper: LocalShardsWrapper) -> list[tuple[int, int, int]]:
-    """Returns (row, first column, columns) of the parts of the table that the shards cover, in order."""
+    """Returns (row, first column, number of columns) of the parts of the table that the shards cover, in order.
+
+    Adjacent shards count as one part.
+    """
     places: list[tuple[int, int, int]] = []
     for shard, (row, column) in zip(wrapper._shards, wrapper._offsets, strict=True):
         if places and places[-1][1] + places[-1][2] == column:
@@ -265,7 +268,7 @@ def _places(wrapper: LocalShardsWrapper) -> list[tuple[int, int, int]]:
     return places
 
 
-# ---- where the shards lie ----
+# ---- positions of the shards in the table ----
 
 
 def _chunks(wrapper: LocalShardsWrapper) -> list[ChunkStorageMetadata]:
@@ -281,8 +284,9 @@ def write_items(
     """Returns the write items of torch.distributed.checkpoint for parts of a tensor.
 
     Args:
-        like: tensor with the same properties.
-        size: shape of the tensor.
+        chunks: the parts.
+        like: any tensor with the same dtype and other properties.
+        size: shape of the whole tensor.
     """
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -317,7 +321,7 @@ def chunks_within(wrapper: LocalShardsWrapper, shape: torch.Size) -> list[ChunkS
 
 
 def _misplaced(local: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
-    """Returns how the offsets contradict the placements of this rank's part, or None."""
+    """Returns a description of the first shard whose offset contradicts the spec's placements, or None."""
     row, column = spec.local_offset
     for shard, offset in zip(local._shards, local._offsets, strict=True):
         if shard.numel() and tuple(offset) != (row, column):
@@ -327,7 +331,7 @@ def _misplaced(local: LocalShardsWrapper, spec: DTensorSpec) -> str | None:
 
 
 def check_places(local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Checks that the shards' offsets are those of the placements on every rank. All ranks of the mesh must call it.
+    """Checks on all ranks that the shards' offsets fit the placements. All ranks of the mesh must call it.
 
     Raises:
         LayoutError: on every rank, if the offsets differ on any rank.
@@ -340,9 +344,9 @@ def check_places(local: torch.Tensor, spec: DTensorSpec) -> None:
     wrong = [f"mesh rank {i}: {reason}" for i, reason in enumerate(reasons) if reason is not None]
     if wrong:
         raise LayoutError(
-            f"got shards of {spec} at other offsets than its placements say ({'; '.join(wrong)}); expected them in the "
-            "order of the ranks: correct the offsets, or save and load through torch.distributed.checkpoint, which "
-            "takes any"
+            f"got shards of {spec} at offsets that contradict its placements ({'; '.join(wrong)}); expected shards in "
+            "the order of the ranks: correct the offsets, or save and load the tensor with "
+            "torch.distributed.checkpoint, which accepts any offsets"
         )
 
 

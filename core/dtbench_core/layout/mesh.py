@@ -1,7 +1,7 @@
 """Properties of a torch DeviceMesh that every op needs, computed once per mesh.
 
-DeviceMesh takes microseconds to return its sizes, this rank's coordinate or its process groups. `MeshInfo` has them in
-plain tuples.
+A DeviceMesh takes microseconds to return its sizes, this rank's coordinate or its process groups. A `MeshInfo` stores
+them in plain tuples.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from dtbench_core.torch_compat import current_mesh, mesh_dim_groups, ranks_of_me
 
 
 class MeshInfo:
-    """Properties of one mesh. Equal meshes on the same process groups share an object, so it is compared by identity.
+    """Properties of one mesh. Equal meshes on the same process groups share one `MeshInfo`, compared by identity.
 
     Attributes:
         coordinate: this rank's coordinate; None on a rank outside the mesh.
         groups: this rank's process group along each mesh dim, with its ranks in the order of their coordinates.
-        world_group: the process group of all ranks of the mesh in row-major order, if the mesh contains the whole
-            world; else None.
+        world_group: the default process group, if the mesh has exactly its ranks, in row-major order; else None.
         output_lengths, known_lengths: see Note [Lengths of plain parts] in parallel/convert.py.
     """
 
@@ -106,16 +105,15 @@ def mesh_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
         return current_mesh()
     except RuntimeError as error:
         raise MeshError(
-            "got no device_mesh and no mesh is current, expected one of them: pass device_mesh=, or call it inside "
-            "`with mesh:`"
+            "got no device_mesh, and there is no current mesh: pass device_mesh=, or call it inside `with mesh:`"
         ) from error
 
 
 def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the world's process group if it has the ranks of the mesh in the same order, else None.
+    """Returns the default process group if it has the ranks of the mesh in the same order, else None.
 
-    A group that the user made with `_flatten` is not used: one rank may have made plans before it existed, another
-    after.
+    A group that the user made with `_flatten` is not used. One rank may have made plans before the group existed,
+    and another rank after.
     """
     world = dist.group.WORLD
     is_whole = world is not None and ranks_of_mesh(mesh) == list(range(world.size()))
@@ -123,7 +121,7 @@ def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm.Group:
-    """Returns the group of a mesh dim with its ranks in the order of their coordinates, not of their numbers."""
+    """Returns the group of a mesh dim with its ranks ordered by coordinate instead of by rank number."""
     ranks = dist.distributed_c10d.get_process_group_ranks(group)  # simulated ranks override this function
     line = next((line for line in mesh_dim_groups(mesh, dim) if set(line) == set(ranks)), ranks)
     return group if list(line) == ranks else comm.OrderedGroup(group, [ranks.index(rank) for rank in line])
@@ -132,8 +130,8 @@ def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm
 def mesh_info(mesh: DeviceMesh) -> MeshInfo:
     """Returns the shared `MeshInfo` of `mesh`.
 
-    It is looked up by object, which is fast, then by value, so that two slices `mesh["tp"]` share it. Meshes of a world
-    that was destroyed and made again are equal; their process groups differ.
+    Lookup by object is fast. If it fails, lookup by value lets two slices `mesh["tp"]` share one `MeshInfo`. The value
+    includes the process groups, since a mesh made again after destroy_process_group equals the earlier one.
     """
     entry = _tables().by_object.get(id(mesh))
     if entry is not None and entry[0]() is mesh:
@@ -150,7 +148,9 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
         info = by_value[mesh, groups] = MeshInfo(mesh, groups)
     key = id(mesh)
 
-    table = _tables().by_object  # a local, since globals are deleted before the meshes at interpreter exit
+    table = (
+        _tables().by_object
+    )  # a local variable, since at interpreter exit globals are deleted before the meshes
 
     def forget(_: object) -> None:
         table.pop(key, None)

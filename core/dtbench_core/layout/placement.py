@@ -17,11 +17,12 @@ from dtbench_core.errors import PlacementError, PlacementTypeError
 if TYPE_CHECKING:
     import torch
 
-# The reductions a Partial may be pending; "avg" is a sum divided by the ranks of the mesh dim.
+# The reductions that a Partial may await. "avg" divides the sum by the number of ranks of the mesh dim.
 REDUCE_OPS = ("sum", "avg", "product", "max", "min", "band", "bor", "bxor")
 # The bitwise reductions, of integers and booleans.
 BITWISE = ("band", "bor", "bxor")
-# The value that all ranks but the first get when a tensor is made Partial; of other reductions they get the tensor.
+# When a tensor becomes Partial, the first rank keeps it and the others get this neutral element. For other reductions
+# every rank keeps the tensor.
 NEUTRAL = {"sum": 0, "product": 1, "bxor": 0}
 
 
@@ -59,7 +60,7 @@ class Shard(Placement):
         return chunk_extent(size, parts, index)
 
     def lengths(self, size: int, parts: int) -> list[int]:
-        """The length of every part, in rank order."""
+        """Returns the length of every part, in rank order."""
         return [self.extent(size, parts, index)[0] for index in range(parts)]
 
     @staticmethod
@@ -113,10 +114,10 @@ class RaggedShard(Shard):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Shard):
-    """torch.chunk cuts tensor dim `dim` into `split_factor` stretches, and each stretch into a part per rank.
+    """torch.chunk cuts tensor dim `dim` into `split_factor` stretches, and each stretch into one part per rank.
 
-    A shard of an inner dim becomes one when a view joins the dim with the dim before it: [4, 6] as S(1), flattened, is
-    StridedShard(0, 4).
+    A view that joins a sharded dim with the dim before it turns Shard into StridedShard. For example, a [4, 6] tensor
+    with Shard(1) has StridedShard(0, 4) after flatten.
     """
 
     split_factor: int
@@ -126,7 +127,7 @@ class StridedShard(Shard):
             raise ValueError(f"StridedShard got split_factor {self.split_factor}, expected an int >= 1")
 
     def extent(self, size: int, parts: int, index: int) -> tuple[int, int]:
-        """Returns (length, offset of the first element). The elements are not contiguous, see `runs`."""
+        """Returns (length, offset of the first element). The elements are not contiguous: see `runs`."""
         runs = self.runs(size, parts, index)
         return sum(length for _, length in runs), runs[0][0]
 
@@ -197,7 +198,7 @@ def as_placement(value: object) -> Placement:
     if isinstance(value, Placement):
         return value
     kind, torch_dtensor = type(value), sys.modules.get("torch.distributed.tensor")
-    if torch_dtensor is not None:  # else none of its placements can exist
+    if torch_dtensor is not None:  # if it is not imported, no object of its classes can exist
         if kind is torch_dtensor.Shard:
             return Shard(value.dim)  # type: ignore[attr-defined]
         if kind is torch_dtensor.Replicate:
@@ -234,14 +235,14 @@ def chunk_extent(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def chunk_lengths(size: int, parts: int) -> list[int]:
-    """The length of every part, in rank order."""
+    """Returns the length of every part, in rank order."""
     return [chunk_extent(size, parts, index)[0] for index in range(parts)]
 
 
 def local_extents(
     shape: tuple[int, ...], placements: Placements, mesh_sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (local shape, global offset of its first element) of the rank at `coordinate` of the mesh."""
+    """Returns (local shape, global index of the first element) for the rank at `coordinate` of the mesh."""
     lengths, offsets = list(shape), [0] * len(shape)
     for placement, parts, index in zip(placements, mesh_sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
@@ -254,7 +255,7 @@ def local_extents(
 def runs_of_rank(
     size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> list[tuple[int, int]]:
-    """Returns the (offset, length) runs of tensor dim `dim` that the rank at `coordinate` has, in its order.
+    """Returns the (offset, length) runs of tensor dim `dim` that the rank at `coordinate` has, in local order.
 
     Args:
         size: elements of the dim.
@@ -272,10 +273,10 @@ def runs_of_rank(
 
 
 def _locate_run(joined: list[tuple[int, int]], run: tuple[int, int]) -> list[tuple[int, int]]:
-    """Returns the runs of the dim that corresponds to a run of the local tensor.
+    """Returns the runs of the global dim that one run of the local tensor covers.
 
     Args:
-        joined: (offset in the dim, length) runs whose concatenation is the local tensor.
+        joined: (offset in the global dim, length) runs whose concatenation is the local tensor.
         run: (offset, length) in the local tensor.
     """
     offset, length = run
@@ -291,7 +292,7 @@ def _locate_run(joined: list[tuple[int, int]], run: tuple[int, int]) -> list[tup
 
 
 def splits_evenly(size: int, dim: int, placements: Placements, mesh_sizes: tuple[int, ...]) -> bool:
-    """Whether every rank has equally many elements of tensor dim `dim`, which has `size` elements."""
+    """Whether all ranks have the same number of elements of tensor dim `dim`. `size`: elements of the global dim."""
     for placement, parts in zip(placements, mesh_sizes, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
             if size % parts or (type(placement) is not Shard and len({*placement.lengths(size, parts)}) > 1):

@@ -1,18 +1,20 @@
 """Random numbers that are the same as on one device, for any placements.
 
 Every rank draws the global tensor with its default generator and keeps its part. The kernel, the global shape and the
-strides are those of one device, so the numbers are the same, and so is the generator's state afterwards. This costs
-each rank the memory and time of the global tensor, and sends nothing.
+strides are the same as on one device. So the numbers are the same, and so is the generator's state afterwards. Nothing
+is sent, but each rank needs the memory and time to draw the global tensor.
 
-A rank cannot draw only its part. A CPU generator is one sequence, and torch has no call that skips numbers. On CUDA a
-number depends on the thread that draws it, and the kernel's grid on the size of the global tensor.
+A rank cannot draw only its part. A CPU generator is one sequence, and torch has no call that skips numbers. On CUDA, a
+number depends on the thread that draws it. Which thread that is depends on the kernel's grid, and the grid depends on
+the size of the global tensor.
 
 The generators of all ranks must be in the same state. Seed them with the same seed, by `manual_seed`, or by
 `torch.manual_seed(seed)` on every rank. Otherwise every rank takes the generator state of the mesh's first rank before
 the first random op on the mesh. If a rank later seeds or draws alone, in_step.py restores a common state where replicas
-are drawn; shards are still random but may differ from those of one device. A generator passed as `generator=` must be
-in the same state on all ranks. Ranks outside the mesh draw, too, and drop the numbers, so that their state stays the
-same.
+are drawn. Shards are still random then, but may differ from those of one device.
+
+A generator passed as `generator=` must be in the same state on all ranks. Ranks outside the mesh also draw, and drop
+the numbers, so that their generators stay in the same state.
 
 A graph does not contain generator states. In a graph, one rank sends its replica to the others.
 
@@ -49,7 +51,7 @@ from dtbench_core.torch_compat import (
 
 
 class Region(Protocol):
-    """Draws for the DTensors of a mesh in another way (parallel/region.py)."""
+    """Draws for the DTensors of a mesh instead of the default generator (parallel/region.py)."""
 
     def draw(self, spec: DTensorSpec, make: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor: ...
 
@@ -92,9 +94,9 @@ def draw_like(
 
 
 def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = False, **options: object) -> Any:
-    """Runs F.dropout as torch does on a CPU; NotImplemented in other cases.
+    """Runs F.dropout like torch on a CPU; returns NotImplemented in all other cases.
 
-    The mask has the input's strides, since they decide which element gets which number.
+    The mask has the input's strides, since the strides determine which number each element gets.
     """
     training = options.pop("training", train)
     if options or inplace or not training or not 0 < p < 1 or not isinstance(input, Wrapper):
@@ -104,7 +106,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
         return NotImplemented
     pending = any(isinstance(p, Partial) for p in spec.placements)
     if spec.row_major and not (pending or simulation.active or dispatch_modes_active() or regions.get()):
-        # The same as the ops below, computed directly.
+        # Computes the same as the ops below, without dispatch.
         keep_in_step(spec.info)
         local = stored_local(input)
         full = torch.empty(spec.shape, dtype=spec.dtype, device=local.device)
@@ -116,7 +118,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
         return wrap(type(input).viewed, local * part, spec)
     with torch.no_grad():
         run = type(input).__torch_dispatch__
-        if spec.row_major:  # the result of this op always is
+        if spec.row_major:  # bernoulli.p always returns a row-major tensor
             keep = run(torch.ops.aten.bernoulli.p, (), (input, 1 - p))  # type: ignore[call-arg]
         else:
             keep = run(torch.ops.aten.zeros_like.default, (), (input,))  # type: ignore[call-arg]
@@ -126,7 +128,7 @@ def dropout(input: Any, p: float = 0.5, train: bool = True, inplace: bool = Fals
 
 
 class Dropout(AutogradFunction):
-    """(input, scaled mask) -> their product. Both have the same placements."""
+    """Autograd function: (input, scaled mask) -> product. Both arguments have the same placements."""
 
     @staticmethod
     def forward(ctx: Ctx, input: Wrapper, keep: Wrapper) -> Wrapper:
@@ -185,7 +187,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
             f"{largest[0] * 2**32 + largest[1]}): pass the same seed on every rank"
         )
     in_step.get().add(mesh)
-    torch.default_generator.manual_seed(seed)  # it draws on the host, whatever the mesh's devices are
+    torch.default_generator.manual_seed(seed)  # host ops draw from it, whatever the mesh's devices are
     if mesh.device_type != "cpu":
         generators(mesh).manual_seed(seed)
     note_equal_states(mesh)

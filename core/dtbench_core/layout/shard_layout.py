@@ -33,13 +33,13 @@ def empty_part(spec: DTensorSpec, device: torch.device | str) -> torch.Tensor:
 
 
 def part_of(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Returns this rank's part of a global tensor: `full` if it is all of it, else a copy with the local strides."""
+    """Returns this rank's part of a global tensor: `full` if nothing is cut, else a copy with the local strides."""
     part = window_of(full, spec)
     return part if part is full or spec.info.coordinate is None else with_local_stride(part, spec)
 
 
 def window_of(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Returns this rank's part of a global tensor, sharing its memory if possible; `full` if it is all of it."""
+    """Returns this rank's part of a global tensor, sharing its memory if possible; `full` itself if nothing is cut."""
     if spec.info.coordinate is None:
         return empty_part(spec, full.device)
     part = full
@@ -59,7 +59,7 @@ def with_local_stride(part: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 def even_layout(
     local: torch.Tensor, info: MeshInfo, placements: Placements
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the global shape and stride if all ranks have this local shape, except where a RaggedShard differs."""
+    """Returns the global shape and stride if all ranks have this local shape, apart from dims with a RaggedShard."""
     shape, stride = list(local.shape), list(local.stride())
     order = memory_order(local.shape, local.stride())
     for placement, parts in zip(placements, info.sizes, strict=True):
@@ -80,14 +80,14 @@ on_clear(_even_specs.clear)
 
 
 def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placement]) -> DTensorSpec | None:
-    """Returns the cached spec of a tensor of which every rank has this local shape and stride.
+    """Returns the cached spec of a tensor whose local shape and stride are the same on every rank.
 
-    None if the arguments need further checks. Raises as `normalize` does.
+    None if the arguments need further checks. Raises the errors of `normalize`.
     """
     key = (info, tuple(placements), local.shape, local.stride(), local.dtype, local.device.type)
     try:
         return _even_specs[key]
-    except (KeyError, TypeError):  # TypeError: not placements, for which `normalize` raises
+    except (KeyError, TypeError):  # TypeError: no placements; `normalize` raises for them
         pass
     placed = normalize(placements, local.ndim, info)
     is_member_on_device = local.device.type in (info.device_type, "meta") and info.coordinate is not None
@@ -99,7 +99,7 @@ def even_spec(local: torch.Tensor, info: MeshInfo, placements: Sequence[Placemen
     return spec
 
 
-# Most dims of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.
+# Maximum number of dims of a tensor whose shape the ranks compare. torch's own limit is 64 for most ops.
 MAX_DIMS = 64
 
 
@@ -108,9 +108,11 @@ def agreed_placements(
 ) -> Placements:
     """Returns the placements for which the ranks' local tensors make up the global one.
 
-    The ranks gather their local shapes, so that all return the same or raise. A Shard that does not cut as torch.chunk
-    does becomes a RaggedShard. Nothing is gathered on the fake backend, which has no other ranks, nor in a graph, since
-    ranks are traced one by one; the placements are returned unchanged.
+    The ranks gather their local shapes, so that all return the same or all raise. A Shard becomes a RaggedShard if the
+    lengths are not those of torch.chunk.
+
+    The fake backend has no other ranks, and a graph is traced on each rank alone. There nothing is gathered, and the
+    placements are returned unchanged.
 
     Raises:
         LayoutError: shapes that do not fit together.
@@ -125,25 +127,27 @@ def agreed_placements(
 def joined_layout(
     local: torch.Tensor, info: MeshInfo, placements: Placements
 ) -> tuple[tuple[int, ...], Placements]:
-    """Returns the global shape, and the placements, of the concatenated local tensors.
+    """Returns the global shape and the placements of the concatenated local tensors.
 
-    The ranks gather their local shapes. Raises as `agreed_placements` does, and in a graph, where nothing can be
-    gathered.
+    The ranks gather their local shapes.
+
+    Raises:
+        LayoutError: shapes that do not fit together; or the call is in a graph, where nothing can be gathered.
     """
     if not _can_ask(info, placements):
         return even_layout(local, info, placements)[0], placements
     if is_traced():
         raise LayoutError(
-            f"got a local tensor of shape {list(local.shape)}, placed as {describe(placements)}, that a compiled graph "
-            "made of shards of different lengths; expected equally long ones, as ranks cannot exchange their lengths "
-            "there: call local_map outside of it, use DTensor.from_local with the global shape and stride, or keep "
+            f"got a local tensor of shape {list(local.shape)}, placed as {describe(placements)}, in a compiled graph "
+            "that has shards of different lengths; expected equal lengths, as ranks cannot exchange lengths in a "
+            "graph: call local_map outside the graph, use DTensor.from_local with the global shape and stride, or keep "
             "DTensors between modules with use_local_output=False"
         )
     shapes = _local_shapes(tuple(local.shape), (str(local.dtype), describe(placements)), info)
     shape = []
     for dim in range(
         local.ndim
-    ):  # the lengths along the mesh dims that cut it, at coordinate 0 of the others
+    ):  # add the lengths along the mesh dims that cut this dim, at coordinate 0 of the other mesh dims
         line = (
             local_shape
             for coordinate, local_shape in shapes.items()
@@ -154,7 +158,7 @@ def joined_layout(
 
 
 def _can_ask(info: MeshInfo, placements: Placements) -> bool:
-    """Whether other ranks may have other lengths, and exist in this process group."""
+    """Whether ranks may have different lengths, and the process group has other ranks that can be asked."""
     cuts = [parts for p, parts in zip(placements, info.sizes, strict=True) if p.is_shard()]
     return (
         max(cuts, default=1) > 1
@@ -178,8 +182,8 @@ def _matching(
     listed = "; ".join(f"{list(local_shape)} at {coordinate}" for coordinate, local_shape in shapes.items())
     raise LayoutError(
         f"from_local got local tensors of the shapes {listed} (by mesh coordinate) for a tensor of shape "
-        f"{list(shape)} placed as {describe(placements)}; expected shards that make it up, and the same shape on ranks "
-        "that have the same part: correct the shards, or the global shape"
+        f"{list(shape)} placed as {describe(placements)}; expected shards that add up to it, and the same shape on "
+        "ranks that have the same part: correct the shards, or the global shape"
     )
 
 
@@ -199,7 +203,7 @@ def _local_shapes(
     digest = zlib.crc32(repr(arguments).encode())
     mine = [digest, len(local_shape), *local_shape, *[0] * (MAX_DIMS - len(local_shape))]
     table = torch.tensor([mine], dtype=torch.int64, device=info.device_type)
-    for group in reversed(info.groups):  # the innermost first gives the ranks in row-major order
+    for group in reversed(info.groups):  # innermost first: row-major order of ranks
         gathered = table.new_empty((group.size() * len(table), table.size(1)))
         comm.all_gather(gathered, table, group)
         table = gathered
@@ -221,9 +225,8 @@ def _ragged(
 ) -> Placements:
     """Returns `placements` with RaggedShards of the ranks' lengths, where these add up to the global length.
 
-    The lengths are those of the ranks at coordinate 0 of the other mesh dims. A tensor dim that several mesh dims cut
-    is
-    left unchanged: the inner lengths would depend on the outer coordinate.
+    The lengths are read from the ranks at coordinate 0 of the other mesh dims. A tensor dim that several mesh dims cut
+    keeps its placements, since the inner lengths would depend on the outer coordinate.
     """
     ragged = list(placements)
     origin = (0,) * info.ndim
@@ -242,7 +245,7 @@ def checked_over_mesh(
 ) -> torch.Tensor:
     """Returns the local tensor after the checks of `from_local(run_check=True)`.
 
-    The ranks gather each other's metadata, so that all of them raise or none. Replicas get the first rank's values.
+    The ranks gather the metadata of all ranks, so that all raise or none does. Replicas get the first rank's values.
 
     Args:
         with_shape: whether the caller gave the global shape, so that local shapes may differ.

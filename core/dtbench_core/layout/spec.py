@@ -1,19 +1,19 @@
 """The description of a distributed tensor: mesh, placements and global metadata.
 
 Note [Interned specs]: two specs with the same content are the same object. So a spec is compared and hashed by
-identity, and a plan is found by a dict lookup that never compares the contents of specs. The table has weak references;
-a cached plan keeps the specs of its key alive.
+identity, and the dict lookup of a plan never compares the contents of specs. The table has weak references. A cached
+plan keeps the specs of its key alive.
 
 Note [Order of elements]: ranks may have different strides, since `from_local` and `distribute_tensor` keep those of the
 tensors they get. So elements are never sent in the order of the strides, but in the spec's `order`. It depends only on
 the calls, so it is the same on every rank:
 
 - row-major for a new tensor,
-- for a view, permuted as its dims are,
-- for other results that of an input of the same shape, else row-major. This holds for copies, too: one rank may need a
-  copy where another does not.
+- for a view, the base's order with its dims permuted like the view's,
+- for other results, the order of an input of the same shape, else row-major. This holds for copies, too, since one
+  rank may need a copy where another does not.
 
-If all tensors were row-major at first, the order is mostly that in memory, and nothing is copied to send it.
+If all tensors start row-major, this order usually equals the memory order, and sending needs no copy.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class DTensorSpec:
         shape, stride, dtype: of the global tensor.
         row_major: whether the strides are those of torch.empty.
         order: the dims in the order in which elements are sent, outermost first. See Note [Order of elements].
-        local_shape, local_offset: shape of this rank's shard, and global index of its first element. On a rank outside
-            the mesh (0,), or () for a tensor without dims.
-        local_stride: strides of a dense shard whose dims are ordered in memory as those of the global tensor.
+        local_shape: shape of this rank's shard. On a rank outside the mesh (0,), or () for a 0-dim tensor.
+        local_offset: global index of the shard's first element. On a rank outside the mesh the same as `local_shape`.
+        local_stride: strides of a dense shard whose dims have the same memory order as the global tensor's.
     """
 
     info: MeshInfo
@@ -108,7 +108,7 @@ class DTensorSpec:
         try:
             interned = _interned.get(key)
         except TypeError:
-            # Sizes are symbolic in a trace. The shards depend on their values, so the graph is guarded by them.
+            # Sizes are symbolic in a trace. The shards depend on the values of sizes, so the graph is guarded by them.
             key = (info, placements, _numbers(shape), _numbers(stride), dtype, order)
             interned = _interned.get(key)
         if interned is not None:
@@ -156,7 +156,7 @@ class DTensorSpec:
     def matches_strides(self, local: torch.Tensor) -> bool:
         """Whether the strides of a local tensor are those that a shard of this spec must have.
 
-        True for a global tensor with gaps or overlaps: its strides depend on the tensor that it is a view of.
+        True for a global tensor with gaps or overlaps, since its strides depend on its base.
         """
         if self.row_major and local.is_contiguous():
             return True
@@ -219,7 +219,7 @@ def _numbers(symbols: Sequence[int]) -> tuple[int, ...]:
         unknown = as_unknown_size(
             error,
             CoreError,
-            "got an op on a DTensor in a graph whose size depends on values, such as masked_select, nonzero or unique; "
+            "got an op in a graph with a result whose size depends on values, such as masked_select or nonzero; "
             "expected an op whose result has a known size: call it outside the compiled function, or compile without "
             "fullgraph=True, so that the graph ends before it",
         )
@@ -236,11 +236,11 @@ def normalize(
 ) -> Placements:
     """Returns placements for a spec: one per mesh dim (all Replicate for None), with Shard dims >= 0.
 
-    With the global `shape`, checks that RaggedShard and StridedShard fit it, and replaces those that cut as torch.chunk
-    does by Shard.
+    With the global `shape`, checks that RaggedShard and StridedShard fit it. Those that cut like torch.chunk become
+    Shard.
 
     Raises:
-        PlacementError: wrong count, not a placement, or one that the tensor cannot have.
+        PlacementError: wrong number of placements, not a placement, or a placement that the tensor cannot have.
     """
     if placements is None:
         return (REPLICATE,) * info.ndim
@@ -259,8 +259,8 @@ def normalize(
     pending = {p.reduce_op for p in placed if isinstance(p, Partial)}
     if len(pending) > 1 and not pending <= {"sum", "avg"}:
         raise PlacementError(
-            f"got {describe(placed)}: the reductions {sorted(pending)} cannot be pending together, as their order "
-            "would change the result; reduce one of them first"
+            f"got {describe(placed)}: the reductions {sorted(pending)} cannot be pending together, as the result "
+            "depends on their order; reduce one of them first"
         )
     if shape is not None and any(isinstance(p, Shard) and type(p) is not Shard for p in placed):
         return _fitted(placed, shape, info)
@@ -268,9 +268,9 @@ def normalize(
 
 
 def normalize_one(placement: Placement, ndim: int) -> Placement:
-    """Returns a placement of this library or of torch for a tensor of `ndim` dims, with its dim >= 0.
+    """Returns the placement of this library that equals `placement`, for a tensor of `ndim` dims, with its dim >= 0.
 
-    Raises as `normalize` does.
+    Raises the errors of `normalize`.
     """
     placement = as_placement(placement)
     if not isinstance(placement, Shard):
@@ -293,7 +293,10 @@ def _written(placement: Shard) -> str:
 
 
 def _fitted(placed: Placements, shape: Sequence[int], info: MeshInfo) -> Placements:
-    """Returns `placed`, checked against the lengths that remain for each mesh dim after the outer ones have cut."""
+    """Returns `placed` after checks that each placement fits the lengths that the outer mesh dims leave.
+
+    Placements that cut like torch.chunk become Shard.
+    """
     lengths = [{size} for size in shape]
     fitted: list[Placement] = []
     for mesh_dim, (placement, parts) in enumerate(zip(placed, info.sizes, strict=True)):
@@ -335,7 +338,11 @@ def compute_local_shape_and_global_offset(
 
 
 def contiguous_stride(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
-    """Returns the strides of torch.empty for `shape`, or those of dims in another `order`, innermost first."""
+    """Returns the strides of a dense tensor of this shape.
+
+    Args:
+        order: the dims in memory order, innermost first; None for row-major.
+    """
     strides, step = [0] * len(shape), 1
     for dim in reversed(range(len(shape))) if order is None else order:
         strides[dim] = step
@@ -354,7 +361,7 @@ def preserved_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[i
         return stride
     try:
         return _preserved(shape, stride)
-    except TypeError:  # a tracer's symbols, which no cache can hold
+    except TypeError:  # a tracer's symbols cannot be keys of a cache
         return _preserved.__wrapped__(shape, stride)
 
 

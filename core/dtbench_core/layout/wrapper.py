@@ -22,14 +22,14 @@ from dtbench_core.torch_compat import (
     DisableTorchDispatch,
     DisableTorchFunction,
     as_subclass,
-    counted_together,
-    counter_of,
+    have_same_version_counter,
     is_fake,
     is_grad_enabled,
     make_subclass,
     make_wrapper,
     set_data,
     share_storage,
+    version_counter_of,
     version_of,
 )
 from dtbench_core.traced_collectives import see_uneven_shards
@@ -38,13 +38,13 @@ Wrapped = TypeVar("Wrapped", bound="Wrapper")
 
 
 class SharedResults:
-    """The results of a compiled graph that share memory in plain torch, one of which had to be copied.
+    """Results of a compiled graph that share memory in plain torch, while one of them had to be copied here.
 
-    A write to one of them would be lost to the others, so it is refused.
+    A write to one of them would not be visible in the others, so it raises.
 
     Attributes:
         exist: whether this process has traced or loaded a graph with such results.
-        of_argument: whether they are views of an argument of the graph.
+        of_argument: whether the results are views of an argument of the graph.
         count: how many results share the memory.
     """
 
@@ -60,9 +60,9 @@ class SharedResults:
         return SharedResults, (self.of_argument, self.count)
 
 
-# Why a tensor that crosses the boundary of a compiled graph must not be written to: it is an argument that was copied
-# from its base before, or one of these results.
-Crossing: TypeAlias = Literal["argument"] | SharedResults
+# Why a tensor that entered or left a compiled graph must not be written to. "argument": it entered as a copied view.
+# `SharedResults`: it is one of these results.
+ReadOnlyReason: TypeAlias = Literal["argument"] | SharedResults
 
 
 class SharedMemory:
@@ -71,30 +71,30 @@ class SharedMemory:
     Attributes:
         traced: whether this process has traced a graph.
         writes: number of writes by ops to any of the tensors.
-        update_lender: gives the plain tensor that lent the memory the autograd history of a DTensor that was written
-            to.
-        lender: the memory that the values were copied from, for a result of a compiled graph.
-        counter: shares torch's count of writes with the argument of which a compiled graph returned a copied view.
-            Graphs write to arguments without an op that `writes` would count.
-        of_input: whether it belongs to an input of a graph that is being traced. Then:
-        source: the local tensor of that input, before any write.
-        of_two_inputs: whether two inputs of the graph share it.
-        in_history: whether autograd has recorded a write to it.
-        results: the graph's results in this memory, if one of them is a copy.
+        update_history: called after a write to the DTensor. It gives the plain tensor that shares this memory the same
+            autograd history.
+        copied_from: memory of the argument, for a copied view of it that a compiled graph returned.
+        counter: a tensor that shares the argument's version counter, for such a view. A graph writes to arguments
+            without ops, so `writes` misses these writes.
+        of_input: whether the memory belongs to an input of a graph that is being traced.
+        source: local tensor of that input before any write; None if `of_input` is False.
+        of_two_inputs: whether two inputs of that graph share the memory.
+        in_history: whether autograd has recorded a write to it. Only set for memory of an input or of a plain tensor.
+        results: results of a traced graph that share this memory, if one of them is a copy.
     """
 
     traced: ClassVar[bool] = False
 
     __slots__ = (
         "__weakref__",
+        "copied_from",
         "counter",
         "in_history",
-        "lender",
         "of_input",
         "of_two_inputs",
         "results",
         "source",
-        "update_lender",
+        "update_history",
         "writes",
     )
 
@@ -102,15 +102,15 @@ class SharedMemory:
         self.writes, self.source, self.of_input = 0, source, source is not None
         self.of_two_inputs = self.in_history = False
         self.results: SharedResults | None = None
-        self.update_lender: Callable[[Wrapper], None] | None = None
-        self.lender: SharedMemory | None = None
+        self.update_history: Callable[[Wrapper], None] | None = None
+        self.copied_from: SharedMemory | None = None
         self.counter: torch.Tensor | None = None
 
     def count(self) -> int:
-        """Returns the number of writes so far, by ops and graphs, to this memory and to those it was copied from."""
+        """Returns the number of writes so far, by ops and graphs, to this memory and the memory it was copied from."""
         return (
             self.writes
-            + (0 if self.lender is None else self.lender.count())
+            + (0 if self.copied_from is None else self.copied_from.count())
             + (0 if self.counter is None else version_of(self.counter) or 0)
         )
 
@@ -119,7 +119,7 @@ class SharedMemory:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor subclass of the global shape without storage; `_local_tensor` has the data of this rank.
+    """A tensor subclass that has the global shape and no storage; `_local_tensor` has the data of this rank.
 
     `_local_tensor` never requires grad: autograd records only ops on the wrapper.
     """
@@ -128,23 +128,23 @@ class Wrapper(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
-    # (memory that this tensor shares with its views, offset in bytes of the global tensor). None: it has no views.
+    # (memory that this tensor shares with its views or base, byte offset in the global tensor). None: it has neither.
     _memory: tuple[SharedMemory, int] | None = None
-    # Whether it is a view of an input of the graph that is being traced.
+    # Whether this tensor is a view of an input of the graph that is being traced.
     _views_input = False
-    # The local tensor of that input, which a graph returns beside a copied view.
+    # The local tensor of that input. A graph that returns a copied view of the input returns this tensor, too.
     _source: torch.Tensor | None = None
-    # Set for tensors that crossed the boundary of a compiled graph and must not be written to.
-    _crossing: Crossing | None = None
-    # Count of writes to the argument when a graph returned this copied view of it. None: no such view.
-    _returned_at: int | None = None
-    # `copied_view`: class of views of this class that had to be copied (redistribute/copied_view.py). `viewed`: class
-    # of the results of ops; for a class of copied views the class that they are views of, else the class itself.
+    # Set for tensors that entered or left a compiled graph and must not be written to.
+    _read_only_reason: ReadOnlyReason | None = None
+    # `SharedMemory.count()` when a graph returned this tensor as a copied view of an argument. None for other tensors.
+    _writes_at_return: int | None = None
+    # `copied_view`: the subclass for copied views (redistribute/copied_view.py).
+    # `viewed`: the class of results of ops. For a copied-view class it is the underlying class, else the class itself.
     copied_view: ClassVar[type[Wrapper]]
     viewed: ClassVar[type[Wrapper]]
 
     def storage_offset(self) -> int:
-        """Returns the offset of the global tensor in the tensor that it is a view of, in elements."""
+        """Returns the offset of this view from its base in the global tensor, in elements."""
         return 0 if self._memory is None else self._memory[1] // self._spec.dtype.itemsize
 
     def __init_subclass__(cls) -> None:
@@ -176,7 +176,7 @@ def wrap(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, requires_gr
 
 
 def _inform_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Passes a compiler's tracer, if one runs, what it cannot see in a wrapper: shared memory and uneven shards."""
+    """Informs a compiler's tracer, if one runs, that memory is shared and whether shards are uneven."""
     if is_fake(local):
         SharedMemory.traced = True
         share_storage(tensor, local)
@@ -187,10 +187,10 @@ def _inform_tracer(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec)
 def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> Wrapped:
     """Returns a `cls` of a plain tensor that the caller keeps using.
 
-    Both share torch's count of writes, so that autograd notices writes to a saved tensor.
+    Both share one version counter, so that autograd notices writes to a saved tensor.
 
     Args:
-        view: whether autograd treats the result as a view of a wrapper, from which tracers can make it again.
+        view: whether autograd records the result as a view of another wrapper. Tracers can recreate it from that one.
     """
     tensor: Value = make_subclass(cls, local)
     set_data(tensor, wrap(cls, local, spec))
@@ -203,12 +203,12 @@ def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, v
 
 
 def _set_local(tensor: Value, local: torch.Tensor, spec: DTensorSpec) -> None:
-    tensor._local_tensor = local.detach()  # another object, which autograd does not mark
+    tensor._local_tensor = local.detach()  # a separate object without autograd metadata
     tensor._spec = spec
 
 
-def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
-    """Returns another object for `local`, the local tensor of `tensor`. Both share torch's count of writes."""
+def alias_of_local(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.Tensor:
+    """Returns another tensor object for `local`, the local tensor of `tensor`, with the version counter of `tensor`."""
     with DisableTorchDispatch():
         alias = make_subclass(torch.Tensor, tensor)
     set_data(alias, local)
@@ -216,10 +216,10 @@ def lend(tensor: Wrapper, local: torch.Tensor, *, view: bool = False) -> torch.T
 
 
 def data_of(tensor: Wrapped) -> Wrapped:
-    """Returns torch's `.data`: a tensor of the same memory with a separate count of writes."""
+    """Returns torch's `.data`: a tensor on the same memory with a separate version counter."""
     with DisableTorchFunction():
         data: Wrapped = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-    if (local := stored_local(tensor)).__class__ is torch.Tensor and counted_together(tensor, local):
+    if (local := stored_local(tensor)).__class__ is torch.Tensor and have_same_version_counter(tensor, local):
         data._local_tensor = local.data
     return data
 
@@ -228,7 +228,7 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
     """Records that `view` shares the memory of `base`, and returns that memory.
 
     Args:
-        offset: where the view begins behind `base`, in bytes of the global tensor.
+        offset: byte offset of the view from `base`, in the global tensor.
     """
     memory = base._memory
     if memory is None:
@@ -240,9 +240,9 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
 
 
 def shares_memory(tensor: Wrapper) -> bool:
-    """Whether another tensor that shares the memory may be alive.
+    """Whether a tensor that shares the memory of `tensor` may be alive.
 
-    If none is, which is usual for parameters, `_memory` is cleared so that later calls are fast.
+    Usually a parameter has none. `_memory` is then cleared so that later calls are fast.
     """
     if tensor._memory is not None:
         if (
@@ -252,15 +252,18 @@ def shares_memory(tensor: Wrapper) -> bool:
         ):
             return True
         tensor._memory = None
-    return bool(_lent and _borrowers(stored_local(tensor)))
+    return bool(_counting_memories and _memories_of_storage(stored_local(tensor)))
 
 
 def _is_always_shared(memory: SharedMemory) -> bool:
-    return memory.of_input or memory.update_lender is not None
+    return memory.of_input or memory.update_history is not None
 
 
 def _reference_counts(tensor: Value) -> tuple[int, int]:
-    """Returns the reference counts of `_memory` and of its memory. Temporary references depend on Python's version."""
+    """Returns the reference counts of the tuple `_memory` and of its `SharedMemory`.
+
+    They include temporary references, whose number depends on Python's version.
+    """
     memory = tensor._memory
     return getrefcount(memory), getrefcount(memory[0])
 
@@ -268,15 +271,14 @@ def _reference_counts(tensor: Value) -> tuple[int, int]:
 _UNSHARED_COUNTS = _reference_counts(SimpleNamespace(_memory=(SharedMemory(), 0)))
 
 
-# (update_lender, written DTensor) of writes in the current call: the lender's history is updated after autograd has
-# recorded the write.
-pending_lenders: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank(
-    "wrapper.pending_lenders", list
+# (update_history, written DTensor) of writes in the current call. It is called after autograd has recorded the write.
+pending_history_updates: PerRank[list[tuple[Callable[[Wrapper], None], Wrapper]]] = PerRank(
+    "wrapper.pending_history_updates", list
 )
 
 
 def count_write(tensor: Wrapper) -> None:
-    """Counts a write by an op to the tensor and to all that share its memory.
+    """Counts a write by an op to `tensor` and to all tensors that share its memory.
 
     Raises:
         ArgumentError: in a graph, if two inputs share the memory.
@@ -285,81 +287,98 @@ def count_write(tensor: Wrapper) -> None:
         if tensor._memory[0].of_two_inputs:
             raise ArgumentError(
                 f"got an in-place write in a compiled function to {tensor._spec}, which shares memory with another "
-                "argument; expected only one of the two, as the graph would not show the write in the other: take the "
+                "argument; expected only one of the two, as the write would not be visible in the other: take the "
                 "view inside the function, or pass a clone() of it"
             )
         memory = tensor._memory[0]
         memory.writes += 1
         if (
-            (memory.update_lender is not None or memory.of_input)
+            (memory.update_history is not None or memory.of_input)
             and tensor.requires_grad
             and is_grad_enabled()
         ):
             memory.in_history = True
-            if memory.update_lender is not None:
-                pending_lenders.get().append((memory.update_lender, tensor))
-    count_for_borrowers(tensor)
+            if memory.update_history is not None:
+                pending_history_updates.get().append((memory.update_history, tensor))
+    count_for_copied_views(tensor)
 
 
-def update_lenders(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
-    """Updates the history of plain tensors whose DTensors were written to. Called above autograd after each call."""
+def update_histories(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -> None:
+    """Updates the autograd history of plain tensors whose DTensors were written to.
+
+    Called after each op, above autograd.
+    """
     while pending:
-        update_lender, written = pending.pop()
-        update_lender(written)
+        update_history, written = pending.pop()
+        update_history(written)
 
 
-# The `SharedMemory` objects of copied views that are alive. They are attributes of the storage of the base's local
-# tensor, since results of graphs share that storage without a reference to the base.
-_lent: set[ReferenceType[SharedMemory]] = set()
+# The `SharedMemory` objects of copied views that are alive. The storage of the base's local tensor has them as an
+# attribute. Results of graphs share that storage, but have no reference to the base.
+_counting_memories: set[ReferenceType[SharedMemory]] = set()
 
 
-def _note_lent(local: torch.Tensor, memory: SharedMemory) -> None:
-    # An attribute, as another storage may get the same address later, on one rank but not on others.
-    vars(local.untyped_storage()).setdefault("borrowers", WeakSet()).add(memory)
-    _lent.add(ref(memory, _lent.discard))
+def _add_counting_memory(local: torch.Tensor, memory: SharedMemory) -> None:
+    # Stored as an attribute, since another storage may get the same address later, on one rank but not on others.
+    vars(local.untyped_storage()).setdefault("counting_memories", WeakSet()).add(memory)
+    _counting_memories.add(ref(memory, _counting_memories.discard))
 
 
-def _borrowers(local: torch.Tensor) -> list[SharedMemory]:
-    return list(vars(local.untyped_storage()).get("borrowers", ())) if local.__class__ is torch.Tensor else []
+def _memories_of_storage(local: torch.Tensor) -> list[SharedMemory]:
+    return (
+        list(vars(local.untyped_storage()).get("counting_memories", ()))
+        if local.__class__ is torch.Tensor
+        else []
+    )
 
 
 def count_by_storage(base: Wrapper, memory: SharedMemory) -> None:
     """Makes `memory` count the writes to all tensors with the same local storage as `base`."""
     local = stored_local(base)
     if local.__class__ is torch.Tensor:
-        _note_lent(local, memory)
+        _add_counting_memory(local, memory)
 
 
-def note_argument(tensor: Wrapper) -> None:
-    """Stores on the storage of a graph's argument how its writes are counted, for `borrow`."""
+def store_argument_counters(tensor: Wrapper) -> None:
+    """Attaches the version counter and `SharedMemory` of a graph's argument to its storage.
+
+    `track_argument_writes` reads them.
+    """
     noted = vars(stored_local(tensor).untyped_storage())
     if "counter" not in noted:
-        noted["counter"] = counter_of(tensor)
-    noted["lender"] = None if tensor._memory is None else tensor._memory[0]
+        noted["counter"] = version_counter_of(tensor)
+    noted["copied_from"] = None if tensor._memory is None else tensor._memory[0]
 
 
-def borrow(view: Wrapper, source: torch.Tensor) -> None:
-    """Makes a copied view that a graph returned count later writes to its argument.
+def track_argument_writes(view: Wrapper, source: torch.Tensor) -> None:
+    """Gives a copied view that a graph returned a `SharedMemory` that counts later writes to the argument.
 
     Args:
         source: the local tensor of the argument.
     """
     noted, memory = vars(source.untyped_storage()), SharedMemory()
-    memory.counter, memory.lender = noted.get("counter"), noted.get("lender")
-    _note_lent(source, memory)
-    view._memory, view._returned_at = (memory, 0), memory.count()
+    memory.counter, memory.copied_from = noted.get("counter"), noted.get("copied_from")
+    _add_counting_memory(source, memory)
+    view._memory, view._writes_at_return = (memory, 0), memory.count()
 
 
-def count_for_borrowers(tensor: Wrapper) -> None:
-    """Counts a write to `tensor` for the copied views of all tensors with the same local storage."""
-    if _lent:
-        for memory in _borrowers(stored_local(tensor)):
+def count_for_copied_views(tensor: Wrapper) -> None:
+    """Counts a write to `tensor` in the memories of copied views whose bases have the same local storage."""
+    if _counting_memories:
+        for memory in _memories_of_storage(stored_local(tensor)):
             memory.writes += 1
 
 
-# Reads the local tensor without the check of copied views that it is up to date.
+# Reads the stored local tensor. Unlike `_local_tensor`, it does not refresh a stale copied view first.
 stored_local: Callable[[Wrapper], torch.Tensor] = Wrapper.__dict__["_local_tensor"].__get__
 
-# Attributes of a tensor that its copies and files must not have: the base of a copied view, a reduction that was
-# already computed, and how it crossed the boundary of a compiled graph.
-OWN_ATTRIBUTES = ("_crossing", "_materialised", "_memory", "_origin", "_returned_at", "_source")
+# Attributes that copies and saved files of a tensor must not have. They describe the base of a copied view, a stored
+# reduction, and how the tensor entered or left a compiled graph.
+UNCOPIED_ATTRIBUTES = (
+    "_read_only_reason",
+    "_materialised",
+    "_memory",
+    "_origin",
+    "_writes_at_return",
+    "_source",
+)

@@ -28,15 +28,15 @@ from dtbench_core.errors import PlacementError
 from dtbench_core.layout.placement import Placements
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
-    Crossing,
+    ReadOnlyReason,
     SharedResults,
     Wrapped,
     Wrapper,
-    borrow,
     count_by_storage,
-    count_for_borrowers,
+    count_for_copied_views,
     share_memory,
     stored_local,
+    track_argument_writes,
     wrap,
 )
 from dtbench_core.op_types import Value
@@ -192,8 +192,8 @@ def state_of(tensor: Value) -> ViewState:
     if not is_copied(tensor):
         return ViewState.WINDOW
     if (origin := tensor._origin) is None:
-        returned_at = tensor._returned_at
-        is_current = returned_at is None or returned_at == tensor._memory[0].count()
+        writes_at_return = tensor._writes_at_return
+        is_current = writes_at_return is None or writes_at_return == tensor._memory[0].count()
         return ViewState.COPY if is_current else ViewState.STALE
     if origin.version is None:  # writes are not counted, so there may have been one
         return ViewState.COPY if origin.gathered is None else ViewState.STALE
@@ -248,7 +248,7 @@ def store_to_base(view: Any) -> None:
                     gathered.local, cheapest_route(spec.with_placements(gathered.placements), spec.placements)
                 )
             )
-            count_for_borrowers(owner)
+            count_for_copied_views(owner)
         view = owner
 
 
@@ -284,9 +284,9 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
         root = origin.owner
     if not is_copied(root):
         return
-    if root._crossing is not None and root._origin is None:
+    if root._read_only_reason is not None and root._origin is None:
         raise PlacementError(
-            f"got an in-place write to {tensor._spec}, {_refusal_of_crossing(root._crossing)}"
+            f"got an in-place write to {tensor._spec}, {_read_only_message(root._read_only_reason)}"
         )
     owner = tensor._spec if tensor._origin is None else tensor._origin.owner._spec
     raise PlacementError(
@@ -296,14 +296,14 @@ def refuse_write(tensor: Any, *, restating: bool = False) -> None:
     )
 
 
-def _refusal_of_crossing(crossing: Crossing) -> str:
-    if crossing == "argument":
+def _read_only_message(reason: ReadOnlyReason) -> str:
+    if reason == "argument":
         return (
             "a view whose sharded dim had to be gathered before it could be cut, inside a compiled function that got "
             "it as an argument: its base outside would not show the write; take the view inside the function, or pass "
             "a clone() of it"
         )
-    if crossing.of_argument:
+    if reason.of_argument:
         return (
             "a view of its argument that a compiled function returned as a copy: the argument would not show the "
             "write; write to the argument itself, write inside the function, or return a clone() of the view"
@@ -314,7 +314,7 @@ def _refusal_of_crossing(crossing: Crossing) -> str:
     )
 
 
-def mark_crossing(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | None = None) -> Wrapped:
+def mark_read_only(tensor: Wrapped, reason: ReadOnlyReason, source: torch.Tensor | None = None) -> Wrapped:
     """Returns a tensor that crosses the boundary of a compiled graph, as one that refuses writes if necessary.
 
     Args:
@@ -322,12 +322,12 @@ def mark_crossing(tensor: Wrapped, crossing: Crossing, source: torch.Tensor | No
     """
     local = tensor._local_tensor
     traced = is_fake(local) or is_functional(local)
-    if not traced and crossing != "argument" and not crossing.of_argument and crossing.count == 1:
+    if not traced and reason != "argument" and not reason.of_argument and reason.count == 1:
         return tensor  # nothing else that the graph returned shares its memory
     result = wrap(type(tensor).copied_view, local, tensor._spec, tensor.requires_grad)
-    result._crossing = crossing
+    result._read_only_reason = reason
     if traced:
         result._source = source
     elif source is not None:
-        borrow(result, source)
+        track_argument_writes(result, source)
     return result  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from dtbench_core.layout.placement import (
     runs_of_rank,
 )
 from dtbench_core.layout.spec import DTensorSpec
-from dtbench_core.layout.wrapper import OWN_ATTRIBUTES, SharedMemory, Wrapper, stored_local, wrap
+from dtbench_core.layout.wrapper import UNCOPIED_ATTRIBUTES, SharedMemory, Wrapper, stored_local, wrap
 from dtbench_core.redistribute.copied_view import Gathered, copied_view, reusable_origin
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def forget(tensor: Wrapper) -> None:
     `_memory` stays: tensors that are copied together share memory as before. The copy of a parameter has no gradient,
     as for plain tensors.
     """
-    for name in OWN_ATTRIBUTES:
+    for name in UNCOPIED_ATTRIBUTES:
         if name != "_memory":
             tensor.__dict__.pop(name, None)
     if isinstance(tensor, torch.nn.Parameter):
@@ -59,7 +59,7 @@ def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
         parts = (stored_local(tensor), spec.placements, tuple(spec.shape), spec.stride, spec.order)
         return rebuild_view, (origin.owner, *parts, *(origin.gathered or ()), offset)
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in OWN_ATTRIBUTES}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in UNCOPIED_ATTRIBUTES}
     if tensor._memory is not None:  # views in the same file share it
         attributes["_memory"] = tensor._memory
     described = (spec.mesh, spec.placements, tuple(spec.shape), spec.stride, tensor.requires_grad)

@@ -24,7 +24,7 @@ from dtbench_core.redistribute.movers import padded
 from dtbench_core.redistribute.routes import cheapest_route, placements_of_gradient, run_route
 from dtbench_core.tensor.dtensor import DTensor
 from dtbench_core.tensor.in_graphs import Described
-from dtbench_core.torch_compat import functorch_level, is_torchs_dtensor, teach_tangents
+from dtbench_core.torch_compat import accept_plain_gradients, functorch_level, is_torchs_dtensor
 
 
 def distribute_tensor(
@@ -211,4 +211,4 @@ def _placed_gradient(grad: torch.Tensor, described: Described) -> DTensor:
     return distribute_tensor(grad, spec.info.mesh, spec.placements, src_data_rank=None)
 
 
-teach_tangents(DTensor, _placed_gradient)
+accept_plain_gradients(DTensor, _placed_gradient)

@@ -45,7 +45,7 @@ from dtbench_core.layout.shard_layout import (
     even_spec,
 )
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, normalize
-from dtbench_core.layout.wrapper import Wrapper, data_of, lend, wrap, wrap_shared
+from dtbench_core.layout.wrapper import Wrapper, alias_of_local, data_of, wrap, wrap_shared
 from dtbench_core.op_types import Ctx
 from dtbench_core.redistribute.autograd import (
     Redistribute,
@@ -53,7 +53,7 @@ from dtbench_core.redistribute.autograd import (
     redistribute_along,
     redistribute_tensor,
 )
-from dtbench_core.redistribute.copied_view import CopiedView, is_copied, mark_crossing, take_memory
+from dtbench_core.redistribute.copied_view import CopiedView, is_copied, mark_read_only, take_memory
 from dtbench_core.redistribute.routes import (
     Route,
     cheapest_route,
@@ -63,7 +63,7 @@ from dtbench_core.redistribute.routes import (
     run_route,
 )
 from dtbench_core.tensor import checkpoint, in_graphs
-from dtbench_core.tensor.lent_memory import note_lender
+from dtbench_core.tensor.plain_history import with_history_update
 from dtbench_core.tensor.view_methods import direct_methods
 from dtbench_core.torch_compat import (
     AutogradFunction,
@@ -181,12 +181,12 @@ class DTensor(Wrapper):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], described: in_graphs.Described, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        spec, requires_grad, crossing = described
+        spec, requires_grad, reason = described
         local = inner["_local_tensor"]
         spec = DTensorSpec.of(spec.info, spec.placements, outer_size, outer_stride, local.dtype, spec.order)
         tensor = wrap(DTensor, local, spec, requires_grad)
-        if crossing is not None:
-            tensor = mark_crossing(tensor, crossing, inner.get("_source"))
+        if reason is not None:
+            tensor = mark_read_only(tensor, reason, inner.get("_source"))
         if is_functional(local):
             tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
         return tensor
@@ -451,8 +451,8 @@ def wrapped(local: torch.Tensor, spec: DTensorSpec, grad_placements: Placements 
         )
     if (torch.is_grad_enabled() and local.requires_grad) or forward_ad._current_level >= 0:
         tensor: DTensor = FromLocal.apply(unwrap_if_dead(local), spec, grad_placements)
-        needs_no_lender = local.is_leaf or is_dynamo_compiling() or is_uncounted(local)
-        return tensor if needs_no_lender else note_lender(tensor, local)
+        needs_no_update = local.is_leaf or is_dynamo_compiling() or lacks_version_counter(local)
+        return tensor if needs_no_update else with_history_update(tensor, local)
     return _from_alias(local, spec)
 
 
@@ -477,24 +477,24 @@ def _global(tensor: DTensor, route: Route) -> torch.Tensor:
 def _local_alias(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
     """Returns another object for the local tensor, which shares memory and torch's count of writes with `tensor`."""
     local = tensor._local_tensor  # gathers a stale copied view again
-    if is_uncounted(local):
+    if lacks_version_counter(local):
         local = _detached(local)
         return local.view_as(local) if view and local.__class__ is torch.Tensor else local
     with DisableTorchFunction():
-        return lend(tensor, local, view=view)
+        return alias_of_local(tensor, local, view=view)
 
 
 def _from_alias(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -> DTensor:
     """Returns a DTensor of `local`, which the caller keeps using."""
     if spec.info.coordinate is None:
         return wrap(DTensor, empty_part(spec, local.device), spec)
-    if is_uncounted(local):
+    if lacks_version_counter(local):
         return wrap(DTensor, _detached(local), spec)
     with DisableTorchFunction():
         return wrap_shared(DTensor, local, spec, view=view)
 
 
-def is_uncounted(local: torch.Tensor) -> bool:
+def lacks_version_counter(local: torch.Tensor) -> bool:
     """Whether torch does not count writes to `local`, as under modes and transforms of torch.func."""
     return (
         local.__class__ is not torch.Tensor

@@ -10,11 +10,11 @@ import torch
 from dtbench_core.errors import ArgumentError
 from dtbench_core.layout.spec import DTensorSpec
 from dtbench_core.layout.wrapper import (
-    Crossing,
+    ReadOnlyReason,
     SharedMemory,
     SharedResults,
     Wrapper,
-    note_argument,
+    store_argument_counters,
     stored_local,
 )
 from dtbench_core.redistribute.copied_view import is_copied, refresh_stale
@@ -30,7 +30,7 @@ from dtbench_core.torch_compat import (
 )
 
 # (spec, requires_grad, why the tensor must not be written to, if so)
-Described: TypeAlias = tuple[DTensorSpec, bool, Crossing | None]
+Described: TypeAlias = tuple[DTensorSpec, bool, ReadOnlyReason | None]
 
 
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
@@ -39,22 +39,22 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     A graph that returns a copied view of an argument returns the argument's local tensor beside it, by which later
     writes to the argument are noticed.
     """
-    crossing, local = tensor._crossing, stored_local(tensor)
+    reason, local = tensor._read_only_reason, stored_local(tensor)
     if SharedResults.exist and local.__class__ is torch.Tensor:  # called by Dynamo's guards before each call
-        note_argument(tensor)
+        store_argument_counters(tensor)
     if is_functional(local):
         refresh_stale(tensor)
-        crossing = tensor._crossing = _as_result(tensor)
-    elif is_copied(tensor) and (crossing is None or local.__class__ is torch.Tensor):
-        crossing = "argument"
+        reason = tensor._read_only_reason = _as_result(tensor)
+    elif is_copied(tensor) and (reason is None or local.__class__ is torch.Tensor):
+        reason = "argument"
     return ["_local_tensor"] if tensor._source is None else ["_local_tensor", "_source"], (
         tensor._spec,
         tensor.requires_grad,
-        crossing,
+        reason,
     )
 
 
-def _as_result(tensor: Wrapper) -> Crossing | None:
+def _as_result(tensor: Wrapper) -> ReadOnlyReason | None:
     """Returns how a graph that is traced returns this tensor: None if a write to it later needs no refusal.
 
     Raises:
@@ -64,7 +64,7 @@ def _as_result(tensor: Wrapper) -> Crossing | None:
     memory = None if tensor._memory is None else tensor._memory[0]
     of_argument = tensor._views_input
     if memory is None or (memory.of_input and not of_argument):
-        return tensor._crossing  # itself an argument, or shares memory with nothing
+        return tensor._read_only_reason  # itself an argument, or shares memory with nothing
     if is_copied(tensor) and tensor._of_backward:  # type: ignore[attr-defined]
         return None
     if of_argument and not is_copied(tensor) and not memory.writes:
@@ -79,7 +79,7 @@ def _as_result(tensor: Wrapper) -> Crossing | None:
         if not of_argument:
             return None
         memory.results = SharedResults(of_argument)
-    if tensor._crossing is not memory.results:
+    if tensor._read_only_reason is not memory.results:
         memory.results.count += 1
     if of_argument and 0 not in tensor._spec.shape:
         assert memory.source is not None

@@ -33,21 +33,21 @@ class _SameHistory(torch.autograd.Function):
         return torch.zeros_like(grad), grad  # not None, which for a view would mean the gradient of its base
 
 
-def note_lender(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
+def with_history_update(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
     """Returns `tensor`, a DTensor of `local`, such that writes to it also update the history of `local`, no leaf."""
     base = local._base
     window: _Window | None = None
     if base is not None and base.dtype == local.dtype:  # the base may outlive `local`
         window = (local.size(), local.stride(), local.storage_offset())
     memory = SharedMemory()
-    memory.update_lender = partial(
-        _update_lender, ref(local if base is None or window is None else base), window
+    memory.update_history = partial(
+        _update_history, ref(local if base is None or window is None else base), window
     )
     tensor._memory = (memory, 0)
     return tensor
 
 
-def _update_lender(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
+def _update_history(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
     local = lender()
     if local is None or not torch.is_grad_enabled():
         return
