@@ -1,11 +1,11 @@
 """The two sides of a gate: a git revision, an interpreter, or a set of variables.
 
-    rev:origin/main            that commit's core, suites and other sources, checked out beside the repository
+    rev:origin/main            that commit's core, suites and other sources, checked out into a temporary folder
     python:/opt/t/bin/python   another interpreter, to compare two builds of torch
-    env:NCCL_ALGO=Ring,A=b     other variables; `env:` alone changes nothing
+    env:NCCL_ALGO=Ring,A=b     environment variables; `env:` alone changes nothing
 
-Every arm runs a snapshot of the sources, so that edits during a gate have no effect. All arms run the harness of the
-gate itself.
+Every arm runs a snapshot of the sources, so that edits during a gate have no effect. In all arms, `dtbench` itself is
+the gate's copy.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ _GIT_TIMEOUT_S = 300.0
 _PROBE_TIMEOUT_S = 300.0
 # Packages of which a revision has its own version; `dtbench` is always the gate's.
 _REVISION_PACKAGES = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
-# Set by every launch; an arm that changed them would measure something else.
+# The gate sets these in every launch, so an arm may not.
 _RESERVED_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# No library reads these variables while it loads, so arms that differ only in them can share a loader.
+# Prefix of variables that no library reads on import. Arms that differ only in these can share a loader.
 _SUITE_PREFIX = "DTBENCH_"
-# Imports what a loader imports, then the suites; the arguments are the import folders of an arm. The first line is
-# printed before the suites are imported, in case a suite ends the process.
+# Prints facts about an arm's interpreter as JSON, then again with the problems of the selections. The first line comes
+# before the suites are imported, in case a suite ends the process. The arguments are the import folders of the arm.
 _PROBE = """
 import contextlib, json, os, platform, sys
 from dtbench.gate import worker
@@ -68,8 +68,11 @@ class Arm:
         env: environment variables, secrets included.
         root: working directory of launches; holds the checkout of a revision.
         revision: commit, "" for other kinds of arms.
-        loads_own_modules: it replaces modules that a loader imports, so it needs a loader of its own.
-        problems: per selection the reason why it has no benchmark, "" if it has some.
+        python_version: version of that interpreter.
+        torch_version: version of its torch.
+        gpus: number of GPUs that its torch finds.
+        loads_own_modules: whether a loader would import modules from the arm's folders; then it needs its own loader.
+        problems: for each selection, the reason why it has no benchmark; "" if it has some.
         top: top folder of the repository, for a revision.
     """
 
@@ -102,12 +105,12 @@ class Arm:
         )
 
     def explain(self, problem: str) -> str:
-        """Returns a problem of the suites without the path of the checkout."""
-        hint = "; a revision has committed files alone" if " suite file " in problem else ""
+        """Returns the text of a problem with paths inside the repository instead of the checkout, and a hint."""
+        hint = "; a revision contains only committed files" if " suite file " in problem else ""
         return problem.replace(f"{self.root}{os.sep}", "") + hint if self.revision else problem
 
     def selections(self, selections: Sequence[SuiteSelection]) -> tuple[SuiteSelection, ...]:
-        """Returns the selections for this arm, in which a suite file of the repository is that of the revision."""
+        """Returns the selections, with suite files of the repository replaced by the revision's version."""
         revised = []
         for suite, text in selections:
             path = Path(suite).resolve() if suite.endswith(".py") else Path(suite)
@@ -127,7 +130,10 @@ def open_arms(
     """Builds both arms; removes their files at the end.
 
     Args:
-        encode_options: returns the gate's options for an arm, as JSON; the arm's selections are then checked.
+        base: text of the arm base, such as "rev:origin/main".
+        head: text of the arm head.
+        say: prints a progress line.
+        encode_options: returns the gate's options for an arm, as JSON, to check its selections. b"": no check.
 
     Raises:
         UsageError: the text does not name an arm, or git does not know the revision.
@@ -135,7 +141,7 @@ def open_arms(
     """
     with scratch() as folder:
         built = [_built(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
-        with ThreadPoolExecutor() as pool:  # each loads torch
+        with ThreadPoolExecutor() as pool:  # in parallel: each imports torch
             base_arm, head_arm = pool.map(_probed, built, map(encode_options, built))
         for role, arm in (("base", base_arm), ("head", head_arm)):
             say(f"{role} {arm.text}: {arm.note}")
@@ -161,10 +167,10 @@ def check_text(text: str) -> tuple[str, str]:
 
 
 def parse_variables(text: str) -> dict[str, str]:
-    """Parses `A=1,B=x,y` into {"A": "1", "B": "x,y"}: a comma starts a new variable if a name and = follow.
+    """Parses `A=1,B=x,y` into {"A": "1", "B": "x,y"}. A comma before `NAME=` starts a new variable.
 
     Raises:
-        UsageError: not a list of variables, a variable that every launch sets, or one given twice.
+        UsageError: the text is no list of variables, or names a reserved variable, or one variable twice.
     """
     variables: dict[str, str] = {}
     for part in re.split(r",(?=[A-Za-z_]\w*=)", text) if text else ():
@@ -227,7 +233,7 @@ def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str],
     """Returns the import folders of an arm besides the snapshot, and notes on PYTHONPATH.
 
     The folders are those of PYTHONPATH. For a revision, folders of the repository are replaced by their copies in the
-    checkout: both revisions would import the same files otherwise.
+    checkout. Otherwise both revisions would import the same files.
 
     Args:
         top: top folder of the repository, for a revision.
@@ -238,19 +244,19 @@ def _import_folders(kind: str, root: Path, top: Path | None) -> tuple[list[str],
         [] if top is None else [top, top / "src", *chosen, *(Path(entry).resolve() for entry in sys.path)]
     )
     copies = {path: root / path.relative_to(top) for path in imported if top and path.is_relative_to(top)}
-    lacks = {
-        path: "which the commit lacks: commit it, or move it"
+    excluded = {
+        path: "the commit does not contain it; commit it, or move it out of the repository"
         for path in copies
         if not any(copies[path].glob("*"))
     } | {
-        path: "whose torch would hide the interpreter's: install it there"
+        path: "its torch would hide the interpreter's; install what you need into that interpreter"
         for path in chosen
         if kind == "python" and (path / "torch").is_dir()
     }
-    notes = [f"without {path} of PYTHONPATH, {lacks[path]}" for path in chosen if path in lacks]
-    if outside := [str(path) for path in chosen if top is not None and path not in (lacks | copies)]:
+    notes = [f"PYTHONPATH entry {path} is left out: {excluded[path]}" for path in chosen if path in excluded]
+    if outside := [str(path) for path in chosen if top is not None and path not in (excluded | copies)]:
         notes.append(f"with the folders of PYTHONPATH outside the repository: {os.pathsep.join(outside)}")
-    return [str(copies.get(path, path)) for path in (*copies, *chosen) if path not in lacks], notes
+    return [str(copies.get(path, path)) for path in (*copies, *chosen) if path not in excluded], notes
 
 
 def _own_sources() -> dict[str, Path]:
@@ -259,7 +265,9 @@ def _own_sources() -> dict[str, Path]:
     for name in ("dtbench", *_REVISION_PACKAGES):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise ArmError(f"the package {name} is not installed beside dtbench: install dtbench whole")
+            raise ArmError(
+                f"the package {name} is missing although dtbench is installed: reinstall dtbench with all its packages"
+            )
         sources[name] = Path(spec.origin).parent
     return sources
 
@@ -301,8 +309,8 @@ def _probed(arm: Arm, options: bytes) -> Arm:
 
 
 def _executable(text: str) -> str:
-    path = Path(text).expanduser().absolute()  # not resolved: the interpreter of a venv is a link
-    if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path's raises where a name is too long
+    path = Path(text).expanduser().absolute()  # links are kept: the interpreter of a venv is a link
+    if not os.path.isfile(path) or not os.access(path, os.X_OK):  # noqa: PTH113 - Path.is_file raises if a name is too long
         raise UsageError(f"python:{mask(text)}: not a program; expected the path of a Python interpreter")
     return str(path)
 
@@ -341,7 +349,7 @@ def commit_of(revision: str) -> str:
 
 
 def _checked_out(commit: str, folder: Path) -> Path:
-    """Checks out a commit into a new folder, with an index of its own, so that the repository does not change."""
+    """Checks out a commit into a new folder. A separate index file leaves the repository unchanged."""
     folder.mkdir()
     env = {"GIT_INDEX_FILE": str(folder.with_suffix(".index"))}
     for words in (("read-tree", commit), (f"--work-tree={folder}", "checkout-index", "--all", "--force")):

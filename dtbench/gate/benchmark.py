@@ -11,10 +11,10 @@ from dtbench.suite import RunOptions
 
 Key = CaseKey
 
-# The largest slowdown that the verdict "same" must exclude, unless the benchmark sets its own. With 1.5 to 2% of noise
-# between processes, 5% is the smallest slowdown that five pairs of launches usually exclude.
+# The smallest slowdown that the verdict "same" must exclude, unless the benchmark sets its own. Processes differ by 1.5
+# to 2%. With this noise, five pairs of launches usually exclude slowdowns from 5% on.
 DEFAULT_TOLERANCE = 0.05
-# Rough time of one call in seconds, reported with the counters. The value of base decides how both arms are sampled.
+# Name of the counter with the rough time of one call, seconds. The value of base decides how both arms are sampled.
 CALL_S = "call_s"
 
 
@@ -37,10 +37,10 @@ class Benchmark:
     Attributes:
         key: suite, case, impl and params.
         label: see `label_of`.
-        world: whether its ranks are simulated or real.
-        estimator: the order statistic of a launch's samples that is compared.
-        tolerance: the largest slowdown that the verdict "same" must exclude, as a share.
-        floor_s: smaller changes do not count, seconds.
+        world: "simulated" or "ranks" (real ones).
+        estimator: the order statistic that represents the samples of a launch.
+        tolerance: the smallest relative slowdown that the verdict "same" must exclude.
+        floor_s: changes below this many seconds do not count.
     """
 
     key: Key
@@ -67,10 +67,10 @@ class Order:
 
     Attributes:
         mode: "count" or "time".
-        selections: the benchmarks' cases.
-        options: of the run.
-        without: labels that are not to be counted.
-        call_s: for a timed launch: label -> rough time of one call in base, seconds.
+        selections: the selected cases.
+        options: options of the arm's run.
+        without: labels of benchmarks that are listed but not counted.
+        call_s: for a timed launch: label -> rough time of one call in base, seconds. Other benchmarks are not timed.
     """
 
     mode: Literal["count", "time"]
@@ -82,7 +82,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Listing:
-    """The benchmarks of an arm, and the reasons why selections have none."""
+    """The benchmarks of an arm.
+
+    Attributes:
+        benchmarks: all benchmarks of the selections, and the control benchmarks.
+        problems: reasons why selections have no benchmark.
+    """
 
     benchmarks: tuple[Benchmark, ...]
     problems: tuple[str, ...]

@@ -1,7 +1,9 @@
-"""Control benchmarks, whose code is the same in both arms. If one changes, the machine has changed: no verdict holds.
+"""Control benchmarks, whose code is the same in both arms. If their times change, the machine has changed.
 
-`torch`: plain ops on tensors of 16 values, for arms that share one torch. `python`: arithmetic of the
-interpreter alone, for arms with different builds of torch.
+Then the gate's verdicts from times do not hold.
+
+There are two kinds. `torch`: plain ops on tensors of 16 values, for arms that share one torch. `python`: arithmetic of
+the interpreter alone, for arms with different builds of torch.
 """
 
 import os
@@ -12,7 +14,7 @@ from dtbench.suite import Case, RunOptions, Workload, World, suite
 
 NAME = "gate-control"
 KIND = "DTBENCH_GATE_CONTROL"  # "torch" or "python"; set by the gate in every launch of both arms
-# A sample lasts 50 to 200 us, as one of a dispatch benchmark does.
+# Calls per sample, so that a sample lasts 50 to 200 us, like those of the dispatch suite.
 TORCH_CALLS = 50
 PYTHON_CALLS = 5
 PYTHON_STEPS = 500
@@ -60,9 +62,11 @@ def _steps() -> Callable[[], object]:
 
 
 TORCH = {name: partial(_op, name) for name in ("add", "mm", "relu", "sum", "clone")}
-# Without allocations and table lookups: controls with those moved by 1.0 and 1.7% between two builds of torch,
+# These neither allocate nor look up dict entries. Controls that did moved by 1.0 and 1.7% between two builds of torch,
 # presumably because their memory addresses depend on the other imports of a process.
 PYTHON: dict[str, Callable[[], Callable[[], object]]] = {
-    "powers": lambda: partial(pow, 3, 2**40 - 1, 2**255 - 19),  # the modulus: any odd number of some words
+    "powers": lambda: partial(
+        pow, 3, 2**40 - 1, 2**255 - 19
+    ),  # modulus: any odd integer of several machine words
     "steps": _steps,
 }

@@ -1,6 +1,7 @@
-"""Counts the operations of one call: Python calls, allocations, collectives and their bytes. Runs in the arm.
+"""Counts the operations of one call: Python calls, allocations, collectives and their bytes.
 
-The counted calls are not timed. A counter that differs between repeats within one process is dropped.
+Runs in the arm's process. The counted calls are not timed. A counter that differs between repeats within one process is
+dropped.
 """
 
 import sys
@@ -19,7 +20,7 @@ REPEATS = 3
 
 
 def count_call(task: Task, impl: str, world: World) -> Result:
-    """Returns the counters of one warm call, including the workload's own, and its rough time."""
+    """Returns the counters of one warm call and its rough time. The workload's own counters are included."""
     schedule = _Counting(Subject(task.case, impl))
     measure([schedule.subject], world, schedule)
     bad = schedule.subject.failure
@@ -59,7 +60,7 @@ def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _python_calls(subject: Subject) -> dict[str, float]:
-    """Counts the Python functions that this thread calls, including the workload's own."""
+    """Counts the calls of Python functions in this thread, including the function `run` of the workload."""
     calls = 0
 
     def on_event(frame: FrameType, event: str, argument: object) -> None:
@@ -78,7 +79,7 @@ def _python_calls(subject: Subject) -> dict[str, float]:
 
 
 def _collectives(subject: Subject) -> dict[str, float]:
-    """Counts the collectives that pass torch's dispatcher, and the bytes of the larger side of each."""
+    """Counts the collectives that pass torch's dispatcher, and their bytes: of the largest argument or output."""
     import torch
     from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,7 +110,7 @@ def _collectives(subject: Subject) -> dict[str, float]:
     return counted
 
 
-# torch's namespaces of collectives: of process groups, and functional.
+# Op namespaces of collectives: those of process groups and the functional ones.
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
 

@@ -92,7 +92,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 
 
 def control_kind(base: Arm, head: Arm) -> str:
-    """Returns the kind of control that is the same in both arms: "torch", "python", or "" if none is."""
+    """Returns the kind of control whose code is the same in both arms: "torch", "python", or "" without one."""
     if (base.python, base.torch_version) == (head.python, head.torch_version):
         return "torch"
     return "python" if base.python_version == head.python_version else ""
@@ -146,7 +146,8 @@ class GateRun:
                 self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
         if not self.with_control:
             self.notes.append(
-                "the arms share neither torch nor Python: base against itself is the only check"
+                "the arms share neither torch nor Python, so there is no control: only base against itself checks "
+                "the machine"
             )
         order = dict.fromkeys(
             b.key for b in [*base_counts.listing.benchmarks, *head_counts.listing.benchmarks]
@@ -209,7 +210,11 @@ class GateRun:
         return [benchmark for key, benchmark in found.items() if key not in self.verdicts]
 
     def _compare_counters(self, benchmarks: Sequence[Benchmark], base: Counted, head: Counted) -> None:
-        """Decides a benchmark slower if a counter rises, and a second launch of each arm counts the same."""
+        """Compares the counters of base and head.
+
+        A counter is higher in head only if a second launch of each arm counts the same. It makes the benchmark slower,
+        or only adds a note with `--counters report`.
+        """
         ignored = frozenset[str]()
         if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
             ignored = frozenset({"python_calls"})
@@ -256,8 +261,8 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
 
 
 def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
-    """Returns a line on how long the launches will take, estimated from the time that counting took."""
-    # Importing torch dominates: counting imports it in the loaders of several rounds, a launch of ranks each time.
+    """Returns a line about how long the launches will take, estimated from how long counting took."""
+    # Importing torch dominates. Counting imports it in the loaders of several rounds. Ranks import it at every launch.
     counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
     first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
     end = (
@@ -272,7 +277,7 @@ def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: f
 
 
 def _remedy(launches: int, spent_s: float) -> str:
-    """Returns the remedy for a spent budget, estimated from the launches so far."""
+    """Returns advice after a spent budget: the missing time, estimated from the launches so far."""
     if not launches:
         return f": give --budget more, or {_NARROW}"
     more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)

@@ -1,6 +1,6 @@
 """Appends head's times to a history, which `dtbench report FOLDER` plots over revisions. Verdicts do not depend on it.
 
-A folder has one JSON Lines file per kind of machine. Times of other machines are refused.
+The folder has one JSON Lines file per kind of machine. A file that contains times of another kind is refused.
 """
 
 import fcntl
@@ -60,7 +60,9 @@ def file_of(folder: Path, machine: Mapping[str, object]) -> Path:
 
 
 def append(path: Path, report: Gate) -> bool:
-    """Appends head's times as one line, unless the gate is untrusted or has none. Returns whether a line was written.
+    """Appends head's times as one line and returns True.
+
+    Returns False without writing if the machine could not be trusted or no benchmark of head has a time.
 
     Raises:
         OutputError: the file cannot be written.

@@ -19,9 +19,10 @@ from dtbench.records.run import read_run
 from dtbench.suite import RunOptions
 from dtbench.suite.mesh import format_mesh
 
-# A command line's longest argument on Linux is 128 KiB; beyond half of it, ranks measure the whole selection.
+# Linux limits one argument to 128 KiB. If --filter would exceed about half of that, it is omitted and ranks measure the
+# whole selection.
 _MAX_FILTER_CHARS = 60_000
-# Rounds load together, which keeps all cores busy. Each is a process with torch, of some 300 MB.
+# The loaders of this many rounds start at once, which keeps all cores busy. Each is a process with torch, about 300 MB.
 ROUNDS_TOGETHER = 3
 _Results = dict[Key, Result]
 
@@ -48,7 +49,7 @@ class Limits:
     """Limits on the time of launches.
 
     Attributes:
-        timeout_s: of one launch, seconds.
+        timeout_s: limit of one launch, seconds.
         deadline: end of the budget on the monotonic clock, seconds.
         budget: the budget as text, for messages.
     """
@@ -58,7 +59,7 @@ class Limits:
     budget: str = ""
 
     def left_s(self) -> float:
-        """Returns the seconds that a launch may take from now."""
+        """Returns the seconds that a launch may take if it starts now."""
         return min(self.timeout_s, self.deadline - time.monotonic())
 
     def out_of_time(self) -> OutOfTimeError:
@@ -79,12 +80,12 @@ class Launcher:
     """Makes the launches of one gate; must be closed.
 
     Args:
-        arms: "base" and "head".
-        selections: per arm.
-        options: of both arms' runs.
-        folder: for the output of launches.
-        limits: on the time of launches.
-        variables: set in every launch.
+        arms: "base" and "head" -> the arm.
+        selections: "base" and "head" -> the selections of that arm.
+        options: the run options of both arms.
+        folder: folder for the output of launches.
+        limits: time limits of launches.
+        variables: environment variables that are set in every launch.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Launcher:
         variables: Mapping[str, str] | None = None,
     ) -> None:
         self._arms, self._selections, self._options, self._limits = arms, selections, options, limits
-        self._folder = folder.absolute()  # launches start elsewhere
+        self._folder = folder.absolute()  # launches have other working directories
         self._variables = dict(variables or {})
         self._call_s: dict[Key, float] = {}
         self._cpus = itertools.cycle(
@@ -107,7 +108,7 @@ class Launcher:
         self._prepared: list[Round] = []
         self._round: Round | None = None
         self._running: list[LaunchProcess] = []
-        self._longest_s = 0.0  # of one group of launches
+        self._longest_s = 0.0  # the longest group of launches so far
 
     def close(self) -> None:
         """Ends all processes."""
@@ -118,7 +119,7 @@ class Launcher:
     # ---- counting ----
 
     def count(self, *names: str) -> list[Counted]:
-        """Lists the benchmarks of the arms and counts the operations of one call of each, all arms in parallel.
+        """Lists the benchmarks of these arms and counts the operations of one call of each. Arms run in parallel.
 
         Raises:
             ArmError: an arm cannot list its benchmarks.
@@ -170,8 +171,8 @@ class Launcher:
     def launch(self, arms: Sequence[ArmName], benchmarks: Sequence[Benchmark]) -> list[LaunchTimes]:
         """Launches the benchmarks once per arm, in this order.
 
-        One process measures the simulated benchmarks and the control; ranks are started for the others. The processes
-        are set up in parallel and measure in turns.
+        One process per launch measures the simulated benchmarks and the control. These processes are set up in parallel
+        and measure in turns. Then, one launch after another, ranks are started for the other benchmarks.
 
         Raises:
             OutOfTimeError: the budget is too short.
@@ -234,7 +235,7 @@ class Launcher:
             self._running.pop().close()
 
     def _ranks(self, arm: str, benchmarks: Sequence[Benchmark], bad: dict[Key, str]) -> _Results:
-        """Runs the selected suites of ranks once, with `dtbench run`, if any of the benchmarks needs ranks."""
+        """Runs the benchmarks that need real ranks once, with `dtbench run`. Does nothing without such benchmarks."""
         benchmarks = [b for b in benchmarks if b.world == "ranks"]
         if not benchmarks:
             return {}

@@ -2,11 +2,12 @@
 
     gate ---> python -P -m dtbench.gate.loader FD     a new process for every round of launches
                 import torch and the harness; send READY
-       ---> launch: fork, set path and variables of one arm; READY, wait for GO, a sample, READY, ...; ENDED
+       ---> launch: fork, set path and variables of one arm; send READY, wait for GO, sample, send READY, ...; ENDED
        ---> launch: the same for another arm
 
 Importing torch takes longer than measuring thirty benchmarks. The launches of one round share the loader's memory
-layout, so it does not bias their comparison; every round has a new one. No code of an arm is imported before the fork.
+layout, so the layout does not bias their comparison. Every round starts a new loader, so the layouts vary over rounds.
+No code of an arm is imported before the fork.
 """
 
 import contextlib
@@ -25,14 +26,14 @@ def main(argv: Sequence[str]) -> int:
     """Forks launches on request until the gate closes the connection.
 
     Args:
-        argv: the file descriptor of the connection.
+        argv: the file descriptor of the connection to the gate, as its only element.
     """
     from dtbench.gate import worker
 
     connection = connection_at(argv[0])
     worker.load()
     gc.collect()
-    gc.freeze()  # later collections then do not copy the pages that launches share
+    gc.freeze()  # else later garbage collections would copy the memory pages that launches share
     with contextlib.suppress(OSError):  # the gate may be gone
         connection.send((READY, 0))
     running: list[tuple[Fork, Connection]] = []
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(request: LaunchRequest, connection: Connection, inherited: Sequence[Connection]) -> int:
-    """Runs in the fork: switches to the arm's path and variables, and carries out the order."""
+    """Carries out the order in the forked process, with the arm's path and variables. Returns the exit code."""
     from dtbench.gate import worker
 
     log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -1,10 +1,13 @@
-"""The messages between the gate, its loaders and its launches."""
+"""The messages between the gate, its loaders and its launches: (kind, value) pairs, and requests to fork a launch."""
 
 from typing import NamedTuple
 
-# From a launch: the benchmark it is at (a label), the arm's Listing and a Result (msgpack), ready for its next sample
-# (its number), its end (exit code). From the gate: GO, the answer to READY (a CPU, -1 for any).
-NOW, LISTING, RESULT, READY, ENDED, GO = "now", "listing", "result", "ready", "ended", "go"
+NOW = "now"  # launch -> gate: label of the benchmark that runs next
+LISTING = "listing"  # launch -> gate: the arm's Listing, as msgpack
+RESULT = "result"  # launch -> gate: a Result, as msgpack
+READY = "ready"  # launch -> gate: number of the sample that it is ready to take; loader -> gate: 0, torch is imported
+GO = "go"  # gate -> launch, the answer to READY: CPU to run on, -1 for any
+ENDED = "ended"  # loader -> gate, on the launch's connection: exit code of the launch
 
 
 class LaunchRequest(NamedTuple):
@@ -12,7 +15,7 @@ class LaunchRequest(NamedTuple):
 
     Attributes:
         order: an Order, as msgpack.
-        log: the file that takes what the launch prints.
+        log: file for the output of the launch.
         root: the working directory.
         path: the arm's entries of sys.path.
         env: the arm's environment variables.

@@ -16,7 +16,7 @@ from dtbench.suite.mesh import Mesh, ranks_of
 
 @dataclass(frozen=True)
 class GateOptions:
-    """The options of a gate, as the command line has them."""
+    """The options of a gate, named as on the command line."""
 
     base: str
     head: str
@@ -59,7 +59,7 @@ class GateOptions:
         return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
 
     def missing_impls(self, impls: Collection[str]) -> str:
-        """Returns why none of these impls is to be compared; "" if one is."""
+        """Returns an error text if `--impl` names none of these implementations, else ""."""
         if not self.impls or {*self.impls} & {*impls}:
             return ""
         return f"the selection holds no benchmark of --impl {','.join(self.impls)}: it has {', '.join(sorted(impls))}"

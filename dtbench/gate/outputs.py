@@ -1,4 +1,4 @@
-"""Outputs of a gate: text for the terminal, JUnit, GitHub. Pure; names come from suites and are escaped."""
+"""Outputs of a gate: text for the terminal, JUnit and GitHub. Labels come from suites, so they are escaped."""
 
 import html
 import re
@@ -15,7 +15,7 @@ from dtbench.text.units import NO_INTERVAL, format_seconds
 
 # With more benchmarks than this, those with the verdict "same" are only counted.
 LISTED = 60
-SUMMARY_ROWS = 200  # GitHub takes a summary of 1 MiB
+SUMMARY_ROWS = 200  # GitHub accepts summaries of up to 1 MiB
 
 
 def format_bounded_change(case: ComparedCase) -> str:
@@ -59,7 +59,7 @@ def lines(report: Gate) -> list[str]:
 
 
 def gate_points(report: Gate) -> list[Point]:
-    """Returns head's estimates for other tools. Bounds are those of the change, times base's estimate."""
+    """Returns head's times for other tools, with bounds: those of the change, times base's time."""
     points = (compared_point(j, j.verdict, describe(j)) for j in report.benchmarks if j.effect is not None)
     return [*filter(None, points)]
 
@@ -77,8 +77,8 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def junit(report: Gate) -> str:
     """Returns JUnit XML with one test case per benchmark.
 
-    Slower benchmarks fail, failed and missing ones are errors, and inconclusive ones are skipped. An untrusted run
-    is one more error.
+    Slower benchmarks are failures, failed and missing ones errors, and inconclusive ones skipped. New ones are
+    errors unless they are allowed. Each reason not to trust the machine is one more error.
     """
     outcomes = _JUNIT | ({Verdict.NEW: "passed"} if report.allow_new else {})
     cases = [
@@ -110,7 +110,7 @@ def junit(report: Gate) -> str:
 
 
 def _xml(text: str) -> str:
-    """Spells out characters that XML 1.0 does not allow even when escaped; the library escapes all others."""
+    """Replaces characters that XML 1.0 does not allow even when escaped. The XML library escapes the others."""
     return _NOT_XML.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

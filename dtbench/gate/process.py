@@ -1,4 +1,4 @@
-"""Launches as processes, seen from the gate. They are set up in parallel and measure in turns, one sample at a time."""
+"""The gate's handles of loader and launch processes. Launches are set up in parallel and take samples in turns."""
 
 import contextlib
 import os
@@ -24,19 +24,21 @@ _JOB_PREFIXES = (
     *(f"DTBENCH_{name}" for name in ("LAUNCH", "OUTPUT")),
 )
 
-LATE = "timeout"
-Variables = Mapping[str, str]  # of the environment, by name
+LATE = "timeout"  # `LaunchProcess.died` of a launch that exceeded its time limit
+Variables = Mapping[str, str]  # environment variable -> value
 
 
 class Round:
     """The loaders of one group of launches; must be closed.
 
-    All launches of a round measure on one CPU. Processes on different CPUs stay there, and one CPU may be slower for
-    seconds: without pinning, the ratios of simultaneous samples scattered twice as much.
+    All launches of a round measure on one CPU. Without pinning, they usually run on different CPUs, one of which may be
+    slower for seconds. The ratios of samples taken in turns then scattered twice as much.
 
     Args:
+        arms: the arms whose loaders are started.
+        variables: environment variables that are set in every loader.
         log: common prefix of the loaders' log files.
-        cpu: on which launches measure, -1 for any.
+        cpu: the CPU on which launches measure, -1 for any.
     """
 
     def __init__(self, arms: Iterable[Arm], variables: Variables, log: Path, cpu: int) -> None:
@@ -52,7 +54,7 @@ class Round:
             self._started = started.pop_all()
 
     def await_loaded(self, limit_s: float) -> None:
-        """Waits until all loaders have imported torch, at most `limit_s`; imports would disturb measurements."""
+        """Waits at most `limit_s` until all loaders have imported torch, since imports disturb measurements."""
         deadline = time.monotonic() + limit_s
         for loader in self._loaders.values():
             loader.await_loaded(deadline)
@@ -66,7 +68,7 @@ class Round:
 
 
 class Loader:
-    """A loader process, in a session of its own with its launches."""
+    """A loader process. It and its launches have an operating system session of their own."""
 
     def __init__(self, arm: Arm, variables: Variables, log: Path) -> None:
         self._log, self._loaded = log, False
@@ -77,7 +79,7 @@ class Loader:
             self._program = StartedProgram(command, out=out, cwd=arm.root, env=env, connected=True)
 
     def await_loaded(self, deadline: float) -> None:
-        """Waits until it has imported torch or ended, at most until the deadline."""
+        """Waits until the loader has imported torch, has ended, or the deadline has passed."""
         with contextlib.suppress(OSError, EOFError):
             if not self._loaded and self._program.connection.poll(seconds_until(deadline)):
                 self._loaded = self._program.connection.recv() == (READY, 0)
@@ -102,12 +104,12 @@ class LaunchProcess:
     """A launch, from the start of its process to its end.
 
     Attributes:
-        label: the benchmark that it is running.
-        listing: of a counting launch, the arm's benchmarks.
-        results: received so far, by key.
-        number: index of the next sample of its benchmark.
-        ready: whether it waits for its turn.
-        died: why it failed, "" after a normal end, None while it runs.
+        label: label of the benchmark that is running.
+        listing: the arm's benchmarks, in a counting launch.
+        results: key -> result, as received so far.
+        number: index of the next sample of that benchmark.
+        ready: whether the launch waits for its turn.
+        died: why the launch failed, "" after a normal end, None while it runs.
         used_s: seconds spent in its turns.
     """
 
@@ -148,7 +150,7 @@ class LaunchProcess:
 
 
 def await_ready(launches: Sequence[LaunchProcess], limit_s: float, deadline: float) -> None:
-    """Waits until each launch is ready for its turn or has ended; a launch that exceeds the limit has died."""
+    """Waits until each launch is ready for its turn or has ended. Launches that exceed the limit are marked as died."""
     limit = min(time.monotonic() + limit_s, deadline)
     while running := {
         launch.connection: launch for launch in launches if launch.died is None and not launch.ready
@@ -165,11 +167,13 @@ def await_ready(launches: Sequence[LaunchProcess], limit_s: float, deadline: flo
 def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: float) -> None:
     """Lets the launches measure in turns until all have ended, or one has died.
 
-    Each launch goes first equally often: the first is 1% slower with warm calls and 3% slower with cold ones, since the
+    Each launch goes first equally often. The first is 1% slower with warm calls and 3% slower with cold ones, since the
     others find shared data in the caches.
 
     Args:
-        limit_s: for all turns of one launch, seconds.
+        launches: the launches, ready for their first turns.
+        limit_s: limit for all turns of one launch together, seconds.
+        deadline: end of the budget on the monotonic clock, seconds.
     """
     while going := [launch for launch in launches if launch.died is None]:
         rounds, first = divmod(going[0].number, len(going))
@@ -183,7 +187,7 @@ def take_turns(launches: Sequence[LaunchProcess], limit_s: float, deadline: floa
 
 
 def environment_of(variables: Variables, arm_variables: Variables, path: Sequence[str]) -> dict[str, str]:
-    """Returns the environment of a launch: the gate's without the variables of its job, and the arm's."""
+    """Returns the environment of a launch: the gate's without variables of its job, then the arm's."""
     env = {
         name: value
         for name, value in os.environ.items()

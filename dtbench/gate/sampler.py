@@ -1,9 +1,9 @@
 """Sampling for a gate: a fixed number of samples of every benchmark, spread over the whole launch.
 
 On a shared machine, a core can be slower by half for milliseconds or seconds while its neighbour works. So compared
-launches take each sample in turns, on one CPU and within a few milliseconds, usually under the same conditions; their
-ratio is compared. The samples of one benchmark are separated by those of all others, so that a short disturbance
-affects few of them.
+launches take each sample in turns, on one CPU and within a few milliseconds. The conditions are then usually the same
+for both, and the gate compares the ratio of such samples. A benchmark takes its next sample only after the other
+benchmarks, so that a short disturbance affects few of its samples.
 """
 
 import gc
@@ -21,21 +21,22 @@ from dtbench.suite import Case, World
 from dtbench.suite.case import Instrument
 
 SAMPLES, FEWEST_SAMPLES = 20, 10
-# A sample is the fastest of this many takes: the first finds caches filled by other benchmarks. With three times as
-# many samples of one take each, the ratios of ops of 20 to 50 us scattered by 5% instead of 2%.
+# A sample is the fastest of this many takes (timed blocks of calls), since the first finds caches filled by other
+# benchmarks. With three times as many samples of one take each, the ratios of ops of 20 to 50 us scattered by 5%
+# instead of 2%.
 TAKES = 3
-# Upper bound of a take's duration, so that samples taken together are close in time. With takes a quarter as long, the
-# ratios of the same ops scattered 1.5 times as much.
+# Upper bound of a take's duration, so that the samples of compared launches are close in time. With takes a quarter as
+# long, the ratios of the same ops scattered 1.5 times as much.
 TAKE_S = 1e-3
 # Upper bound for all takes of one benchmark, so that slow benchmarks do not prolong a launch.
 SAMPLES_S = SAMPLES * TAKES * TAKE_S
-# Launches of fewer benchmarks take more samples of each, up to this factor: that costs little compared with the setup,
-# and fewer pairs are needed.
+# Launches of fewer benchmarks take more samples of each, up to this factor. That costs little compared with the setup,
+# and fewer pairs of launches are needed.
 FEW_BENCHMARKS = 16
-# Unmeasured calls before each sample, seconds, as the caches hold data of other benchmarks.
+# Duration of unmeasured calls before each sample, since the caches hold data of other benchmarks.
 WARMUP_S = 2e-4
-WARMUP_CALLS = 20
-# Benchmarks that are set up at a time.
+WARMUP_CALLS = 20  # least number of unmeasured calls after setup
+# Largest number of benchmarks that are set up at a time.
 GROUP = 200
 
 
@@ -45,8 +46,8 @@ class Sampling:
 
     Attributes:
         samples: number of samples.
-        takes: per sample, of which the fastest counts.
-        calls: per take.
+        takes: number of takes per sample; the fastest counts.
+        calls: number of calls per take.
     """
 
     samples: int
@@ -57,7 +58,7 @@ class Sampling:
 def sampling_for(case: Case, call_s: float, benchmarks: int) -> Sampling:
     """Returns the sampling of a case.
 
-    A case with a fixed number of samples gets at least these, with its own number of calls.
+    A case with a fixed number of samples gets at least that many, with its own number of calls per sample.
 
     Args:
         call_s: rough time of one call, seconds.
@@ -94,10 +95,11 @@ def measure_in_turns(
     other launches.
 
     Args:
-        benchmarks: to measure.
+        benchmarks: the benchmarks to measure.
+        clocks: instrument -> its clock.
         starting: called with a benchmark's label before its code runs.
-        await_turn: called before each sample with its index. It is called for failed benchmarks, too, so that launches
-            of the same benchmarks stay in step.
+        await_turn: called before each sample with its index, also for failed benchmarks. So launches of the same
+            benchmarks take the same number of turns.
     """
     for first in range(0, len(benchmarks), GROUP):
         group = benchmarks[first : first + GROUP]

@@ -1,12 +1,15 @@
-"""Decides which launches are needed, and when to stop. Pure: the launches are made by a given function.
+"""Decides which launches are needed, and when to stop. The launches themselves are made by a given function.
 
-    rounds of the screen   base, head and base again, in random order; after five, clearly unchanged benchmarks pass
-    fresh pairs            base and head, for the remaining benchmarks; only they can show a small slowdown
+    screening rounds   first stage: base, head and base again, in random order
+    fresh pairs        second stage, for undecided benchmarks: base and head, in random order
 
-Fresh pairs may let a benchmark pass from the second on, and are tested after 10 and 22. Rounds of the screen may help a
-benchmark to pass. They decide a slowdown only if head is at least twice as slow in every round and pair so far, and
-chance is excluded: by chance head is the slowest in one of three rounds and one of two pairs, whatever the noise. The
-level is split over these three looks.
+After five screening rounds, clearly unchanged benchmarks pass. From the second fresh pair on, a benchmark may pass by
+its rounds and pairs together. Two tests of the fresh pairs alone, after 10 and after 22, decide small slowdowns. With
+many benchmarks the second test comes later.
+
+A slowdown is decided earlier only if head is at least twice as slow in every round and pair, beyond chance. Without a
+change, head is the slowest launch in one of three rounds and one of two pairs. The significance level is split over
+this check and the two tests.
 """
 
 import math
@@ -29,15 +32,15 @@ ArmName = Literal["base", "head", "null"]
 SCREEN_ROUNDS = 5
 # Additional rounds if a control moved, to distinguish chance from a disturbed machine.
 MORE_ROUNDS = 5
-# From this pair on a benchmark may pass. It is called slower or faster only at the looks of the test.
+# Number of fresh pairs from which on a benchmark may pass, and the numbers after which they are tested.
 FIRST_PASS_LOOK = 2
 TEST_LOOKS = (10, 22)
-LOOKS = len(TEST_LOOKS) + 1
-# A slowdown beyond noise: even unchanged collectives, which scatter most (CV of 40 %), reach it in one pair of ten.
+LOOKS = len(TEST_LOOKS) + 1  # the tests, and the check for gross slowdowns
+# Ratio of a gross slowdown. Unchanged collectives, whose times scatter most (CV of 40 %), reach it in one pair of ten.
 GROSS = 2.0
-# Three per round of the screen, and two per fresh pair.
+# Three launches per screening round, and two per fresh pair.
 MOST_LAUNCHES = 3 * SCREEN_ROUNDS + 2 * TEST_LOOKS[-1]
-# Fresh pairs confirm a speedup only if the screen shows at least this share.
+# A speedup of at least this share in the screening rounds is not passed as "same" but confirmed by fresh pairs.
 SCREEN_GAIN = 0.04
 
 
@@ -50,9 +53,9 @@ class LaunchTimes:
     """The times of one launch of an arm.
 
     Attributes:
-        times_s: benchmark -> estimate, controls included, seconds.
+        times_s: benchmark -> estimate, seconds; also of the controls.
         bad: benchmark -> why it failed.
-        samples_s: benchmark -> samples taken in turns with the other launches; equal indices were taken together.
+        samples_s: benchmark -> its samples, seconds. Launches took samples of equal index at about the same time.
     """
 
     times_s: Mapping[Key, float]
@@ -73,11 +76,11 @@ class Evidence:
     """The measured pairs.
 
     Attributes:
-        screen: benchmark -> base and head in the screen.
-        repeated: benchmark -> base and base again in the screen.
-        fresh: benchmark -> base and head in fresh pairs.
-        control: base and head of all controls together.
-        null: base and base again of all benchmarks together.
+        screen: benchmark -> base and head in each screening round.
+        repeated: benchmark -> base and base again in each screening round.
+        fresh: benchmark -> base and head in each fresh pair.
+        control: base and head in each round and pair, geometric mean of all controls.
+        null: base and base again in each round, geometric mean of all benchmarks.
         launches: number of launches.
         stopped: why measuring ended early.
     """
@@ -92,7 +95,15 @@ class Evidence:
 
 
 class GateSchedule:
-    """The launches of a gate, and the verdicts from them."""
+    """Makes the timed launches of a gate and decides the verdicts from their times.
+
+    Args:
+        benchmarks: the benchmarks to decide.
+        control: the control benchmarks.
+        launch: makes launches and returns their times.
+        seed: seed of the order of launches.
+        say: prints a progress line.
+    """
 
     def __init__(
         self,
@@ -147,7 +158,7 @@ class GateSchedule:
 
     def _confirm(self) -> None:
         family = max(len(self._undecided()), 1)
-        # At least two pairs more than a test needs to reach its level: n pairs that all agree have p = 2**-n.
+        # n pairs that all agree have p = 2**-n. The last test has at least two more pairs than its level needs.
         last = max(TEST_LOOKS[-1], math.ceil(-math.log2(FAMILY_P / family / LOOKS)) + 2)
         alpha = significance_level(family, LOOKS)
         for number in range(1, last + 1):
@@ -161,8 +172,9 @@ class GateSchedule:
                     self._look(benchmark, alpha if is_test else None, number == last)
 
     def _decide_gross(self) -> None:
-        """Decides benchmarks that are grossly slower in every round and pair, beyond chance."""
-        alpha = significance_level(len(self._benchmarks), LOOKS)  # before any selection by the screen
+        """Decides benchmarks whose head is slower by the gross ratio in every round and pair, beyond chance."""
+        # The level covers all benchmarks, since this check also precedes the screen's selection.
+        alpha = significance_level(len(self._benchmarks), LOOKS)
         for benchmark in self._undecided():
             screened, fresh = (pairs[benchmark.key] for pairs in (self.evidence.screen, self.evidence.fresh))
             effect, base_s, _ = figures = effect_and_times(screened + fresh)
@@ -193,7 +205,7 @@ class GateSchedule:
     # ---- parts ----
 
     def _launch_arms(self, arms: list[ArmName], evidence: Pairs, stage: str) -> dict[ArmName, LaunchTimes]:
-        """Launches the undecided benchmarks in the arms together, and adds the pairs of base and head to `evidence`."""
+        """Launches the undecided benchmarks once per arm and adds the pairs of base and head to `evidence`."""
         benchmarks = self._undecided()
         self._say(f"{stage}: {plural(len(benchmarks), 'benchmark')}")
         self._random.shuffle(arms)
@@ -252,8 +264,9 @@ class GateSchedule:
 def pair_of(base: LaunchTimes, head: LaunchTimes, key: Key) -> Pair:
     """Returns the times of a benchmark in two launches, seconds.
 
-    Head's time is base's estimate times the median ratio of samples taken together. Noise that lasts longer than two
-    samples affects both, and the median drops shorter noise. Without valid samples, both estimates are returned.
+    Head's time is base's estimate times the median ratio of samples of equal index. Noise that lasts longer than two
+    samples affects both, so it cancels in the ratio. The median ignores shorter noise. If samples are missing or
+    invalid, the estimates of both launches are returned.
     """
     base_s, base_samples, head_samples = (
         base.times_s[key],
@@ -274,7 +287,7 @@ def pair_of(base: LaunchTimes, head: LaunchTimes, key: Key) -> Pair:
 def _compare(
     pairs: list[Pair], first_launch: LaunchTimes, second_launch: LaunchTimes, benchmarks: Sequence[Benchmark]
 ) -> None:
-    """Adds the geometric means of two launches over the benchmarks that both measured, if there are any."""
+    """Appends the geometric mean time of each launch over the benchmarks that both measured, if there are any."""
     times = [first_launch.times_s, second_launch.times_s]
     keys = [b.key for b in benchmarks if all(0 < t.get(b.key, 0.0) < math.inf for t in times)]
     if keys:
@@ -283,7 +296,10 @@ def _compare(
 
 
 def effect_and_times(pairs: Sequence[Pair]) -> tuple[Effect, float, float]:
-    """Returns the effect of the pairs, base's median time, and head's: base's times the ratio, without drift."""
+    """Returns the effect of the pairs, base's median time and head's time, seconds.
+
+    Head's time is base's median times the ratio of the effect, so that drift between pairs cancels.
+    """
     base, head = [b for b, _ in pairs], [h for _, h in pairs]
     effect, base_s = paired_effect(base, head), median(base)
     return effect, base_s, base_s * effect.ratio

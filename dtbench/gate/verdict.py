@@ -1,7 +1,8 @@
-"""Verdicts from pairs of launches, by exact tests. Pure.
+"""Verdicts from pairs of launches, by exact tests.
 
-Nearly all variance of a host latency lies between processes, so a launch is one observation, however many samples it
-has. Times drift by 1.6% in a quarter of an hour without any change, so only launches made together are compared.
+Host latencies vary far more between processes than within one. So a launch counts as one observation, however many
+samples it has. Times drift by 1.6% in a quarter of an hour without any change, so only simultaneous launches are
+compared.
 """
 
 import math
@@ -14,18 +15,22 @@ from dtbench.records.gate import GateCode, Trust
 from dtbench.stats import FLOORS, MAX_P, Effect, change_threshold, suite_drifts
 from dtbench.text.units import format_change
 
-# The screen passes at most this share of the change that counts: 1.5% if that is 2%.
+# The screen passes a benchmark only if its slowdown is at most this share of the change that counts: 1.5% of 2%.
 SCREEN_SHARE = 0.75
-# A control, or base against itself, has moved if it changes by more than this in nearly every pair.
+# The control, or base against itself, has moved if it changes by more than this and a test excludes chance.
 TRUST_CHANGE = 0.01
-TRUST_P = 0.04  # one-sided: five pairs that all agree have 1/32
-# Beyond this it has moved even if the pairs scatter. On one machine base against itself was off by 6 %, and an
+TRUST_P = 0.04  # level of that one-sided test; five pairs that all agree have p = 1/32
+# Beyond this change it has moved even if the pairs scatter. On one machine, base against itself was off by 6 %, and an
 # unchanged benchmark was called faster.
 TRUST_SCATTER = 0.03
 
 
 def passes(benchmark: Benchmark, effect: Effect, base_s: float, share: float = SCREEN_SHARE) -> bool:
-    """Whether the pairs show that the benchmark is not slower by more than its tolerance."""
+    """Whether the pairs exclude a slowdown as large as the tolerance, and their ratio is near or below 1.
+
+    Args:
+        share: largest accepted slowdown, as a share of the change that counts.
+    """
     threshold = change_threshold(base_s, benchmark.floor_s)
     return effect.ratio <= 1 + share * threshold and effect.high < 1 + max(benchmark.tolerance, threshold)
 
@@ -43,8 +48,8 @@ def compared_case(
 
     Args:
         figures: the effect of the deciding pairs, and the seconds per call of base and head.
-        alpha: level of the test.
-        counters: those that rose.
+        alpha: significance level of the test.
+        counters: counters that rose.
     """
     suite, name, impl, params = benchmark.key
     effect, base_s, head_s = figures
@@ -84,7 +89,8 @@ def _change(effect: Effect, alpha: float | None) -> Change:
     )
 
 
-# Counters of `counting` and of the suites' workloads. Other counters of a workload, such as times, are not gated.
+# Counters whose rise counts as a slowdown, from `counting` and from workloads of suites. Other counters of a workload,
+# such as times, are not compared.
 _CALL_COUNTERS = ("collectives", "collective_bytes", "allocations", "allocated_bytes", "python_calls")
 HARD_COUNTERS = (*_CALL_COUNTERS, "bytes_copied", "peak_bytes")
 
@@ -133,7 +139,7 @@ def trust_of(control: Effect | None, null: Effect | None, ratios: Sequence[float
     if control is not None and has_moved(control):
         drifts = suite_drifts([("", FLOORS[0], control.ratio), *(("", "", ratio) for ratio in ratios)])
         reasons += [
-            f"the machine drifted: all is {format_change(description)} in head"
+            f"the machine drifted: everything became {format_change(description)} in head"
             for description in drifts.values()
         ]
     if control is None and null is None:
@@ -148,9 +154,10 @@ def trust_of(control: Effect | None, null: Effect | None, ratios: Sequence[float
 
 
 def exit_code_of(judged: Sequence[ComparedCase], trust: Trust, *, allow_new: bool = False) -> GateCode:
-    """1 a regression, 5 a failure, 4 missing, 3 undecided or not to be trusted, 0 all judged and none slower.
+    """Returns the exit code of a gate.
 
-    Counters hold even if the times cannot be trusted.
+    It is the first that applies: 1 for a regression, 5 for a failure, 4 for a benchmark in one arm only, 3 if undecided
+    or untrusted, 4 if nothing was compared, else 0. Verdicts from counters hold even if the times cannot be trusted.
     """
     counted = any(j.verdict is Verdict.SLOWER and j.stage == "counters" for j in judged)
     verdicts = {j.verdict for j in judged}

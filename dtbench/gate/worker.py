@@ -1,8 +1,8 @@
-"""A launch of an arm.
+"""The code of a launch, which carries out one order in a process of the arm.
 
 An order of mode "count" lists the selected benchmarks and counts the operations of one call of each. An order of mode
-"time" takes a fixed number of samples of the benchmarks it names, in turns. Only simulated suites run here: the gate
-measures suites of ranks with `dtbench run`.
+"time" takes a fixed number of samples of the benchmarks it names, in turns with the other launches. Only simulated
+suites run here. The gate measures suites that need real ranks with `dtbench run`.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from dtbench.suite import RunOptions, registry
 
 
 def load() -> None:
-    """Imports the modules that every launch needs, and none that an arm can replace."""
+    """Imports the modules that every launch needs, except those that differ between arms: core and suites."""
     silence_torch()
     import torch.distributed.tensor
     import torch.profiler
@@ -48,7 +48,7 @@ def main(order: bytes, connection: Connection) -> int:
 
 
 def selection_problems(encoded_options: bytes, gpus: int) -> list[str]:
-    """Returns for each selection the reason why it has no benchmark, "" if it has some.
+    """Returns for each selection the reason why it has no benchmark; "" if it has some.
 
     Args:
         encoded_options: `GateOptions` for this arm, as JSON.
@@ -71,7 +71,7 @@ class GateConnection:
         self._label = ""
 
     def at(self, label: str) -> None:
-        """Reports the benchmark whose code runs next, which the gate names if the launch dies."""
+        """Reports the benchmark whose code runs next. If the launch dies, the gate blames that benchmark."""
         if label != self._label:
             self._label = label
             self._connection.send((NOW, label))
@@ -80,14 +80,14 @@ class GateConnection:
         self._connection.send((kind, msgspec.msgpack.encode(value)))
 
     def await_turn(self, number: int) -> None:
-        """Waits for this launch's turn to take the sample of this number, on the CPU that the gate chooses."""
+        """Waits until this launch may take its sample `number`, and moves to the CPU that the gate names."""
         try:
             self._connection.send((READY, number))
             _, cpu = self._connection.recv()
         except (EOFError, OSError):
             raise SystemExit("the gate is gone") from None
         if cpu >= 0 and os.sched_getaffinity(0) != {cpu}:
-            with contextlib.suppress(OSError):  # without it the samples are only noisier
+            with contextlib.suppress(OSError):  # if refused, the samples are only noisier
                 os.sched_setaffinity(0, {cpu})
 
 

@@ -524,7 +524,7 @@ def test_revision_imports_its_own_copies_of_the_folders_on_pythonpath(
     monkeypatch.setattr(sys, "path", [*sys.path, str(repository / "linked")])  # as a .pth file adds it
     with open_arms("rev:HEAD", "env:") as (base, head):
         assert [*base.path[1:]] == [*map(str, (base.root, base.root / "lib", base.root / "linked", outside))]
-        assert f"without {built} of PYTHONPATH, which the commit lacks: commit it" in base.note
+        assert f"PYTHONPATH entry {built} is left out: the commit does not contain it; commit it" in base.note
         assert base.note.endswith(f"with the folders of PYTHONPATH outside the repository: {outside}")
         assert [*head.path[1:]] == [*map(str, (repository / "lib", built, outside))]
         assert "PYTHONPATH" not in head.note
@@ -539,13 +539,13 @@ def test_interpreter_keeps_its_torch_where_pythonpath_has_another(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([build, library]))
     with open_arms(f"python:{sys.executable}", "env:") as (base, head):
         assert (base.path[1:], head.path[1:]) == ((library,), (build, library))
-        assert f"without {build} of PYTHONPATH, whose torch would hide the interpreter's" in base.note
+        assert f"PYTHONPATH entry {build} is left out: its torch would hide the interpreter's" in base.note
 
 
 def test_problem_of_a_revision_names_the_file_in_the_repository(repository: Path) -> None:
     with open_arms("rev:HEAD", "env:") as (base, head):
         problem = f"no suite file at {base.root}/bench/new.py: expected one"
-        explained = "no suite file at bench/new.py: expected one; a revision has committed files alone"
+        explained = "no suite file at bench/new.py: expected one; a revision contains only committed files"
         assert (base.explain(problem), head.explain(problem)) == (explained, problem)
 
 

@@ -405,7 +405,7 @@ def test_consistent_move_is_not_trusted() -> None:
     assert moved == [True, False, False, True, True, False]
     assert "control" in trust_of(always, little).reasons[0]
     assert "itself" in trust_of(little, faster).reasons[0]
-    drift = "the machine drifted: all is 1.02x slower in head"
+    drift = "the machine drifted: everything became 1.02x slower in head"
     assert trust_of(always, little, [1.02, 1.03]).reasons[-1].startswith(drift)
     assert len(trust_of(always, little, [1.0, 1.0]).reasons) == 1
     assert trust_of(None, None).reasons
