@@ -1,23 +1,26 @@
-"""The command line: `program` is the group of commands and turns errors into exit codes; every other file is a command
-or the options of several. Nothing imports this package but `__main__` and the installed script."""
+"""The command line.
+
+`program` has the group of commands and turns errors into exit codes. `options` has the options that commands share. The
+other files define one or two commands each. Only `__main__` and the installed script call `main`.
+"""
 
 import os
 import sys
 
-# As little is imported here as can be: Ctrl-C is not answered before `main`.
+# Import as little as possible here: before `main`, Ctrl-C prints a traceback.
 
 
 def main() -> None:
-    """The program `dtbench`; Ctrl-C and signals that end it are answered in a line from the first import on."""
-    # Standard streams that were closed lead nowhere: a run file opened later would take their place.
-    while (nowhere := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(nowhere, True)
-    os.close(nowhere)
+    """Runs the program `dtbench`. From here on, Ctrl-C and ending signals print one line instead of a traceback."""
+    # Opens closed standard streams on /dev/null. Otherwise a run file opened later would get descriptor 0, 1 or 2.
+    while (null := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(null, True)
+    os.close(null)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     try:
-        if "RANK" not in os.environ:  # a rank's launcher says it
+        if "RANK" not in os.environ:  # not in a rank, where the launcher reports the signal
             import signal
 
             for signal_number in (signal.SIGTERM, signal.SIGHUP):

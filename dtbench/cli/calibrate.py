@@ -1,4 +1,4 @@
-"""`dtbench calibrate` and `export` on the command line: to fit a topology, to judge one, and to export it to torch."""
+"""`dtbench calibrate` and `export` on the command line, which fit, score and export topologies."""
 
 from pathlib import Path
 from typing import cast
@@ -15,12 +15,12 @@ from dtbench.cli import options
     "--validate",
     type=options.FILE,
     metavar="TOPOLOGY",
-    help="Instead: score its predictions of RUNs that it was not fitted to.",
+    help="Instead: score the predictions of TOPOLOGY for RUNs that it was not fitted to.",
 )
 @click.option(
     "--same",
     is_flag=True,
-    help="With --validate: allow runs that it was fitted to, which gives too small errors.",
+    help="With --validate: also score RUNs that TOPOLOGY was fitted to. Their errors are too small.",
 )
 @click.option(
     "--split", is_flag=True, help="Instead: fit to every second size of a RUN and score the other sizes."
@@ -32,7 +32,8 @@ def calibrate_command(
     """Fits the cost model to runs and writes a topology, or scores one.
 
     Uses the suites collectives and redistribute. Prints latency and bandwidth of each mesh dim with their intervals,
-    PyTorch's constants, and the errors of both. --validate also prints the noise between launches.
+    the constants of PyTorch's cost model, and the errors of both models. --validate also prints the noise between
+    launches.
 
     For runs of the suite bucketer, prints the smallest bucket of gradients within 5% of the best rate, as
     bucket_cap_mb, with its interval. These runs need no -o.

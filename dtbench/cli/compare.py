@@ -15,9 +15,11 @@ if TYPE_CHECKING:
 @click.command("compare")
 @click.argument("base", type=options.FILE, metavar="BASE")
 @click.argument("head", required=False, type=options.FILE)
-@click.option("--reference", is_flag=True, help="Compare BASE with public systems of its kind instead.")
+@click.option(
+    "--reference", is_flag=True, help="Instead: compare BASE with public systems that have the same GPUs."
+)
 @click.option("--system", metavar="NAME", help="With --reference: the public system to compare with.")
-@click.option("--all", "with_all", is_flag=True, help="With --reference: every ratio, too.")
+@click.option("--all", "with_all", is_flag=True, help="With --reference: also print every ratio.")
 @options.JSON
 @options.EXPORT
 def compare_command(
@@ -97,9 +99,9 @@ def public_systems() -> "Iterator[System]":
     from dtbench.grouping import group_by
 
     yield from read_systems()
-    # Machines without measurements of their own, or with another version of software, add nothing.
+    # Skips machines whose collectives were measured on another machine.
     machines = [m for m in map(find_machine, built_in()) if m.collectives and not m.stands_in]
-    for machine, *_ in group_by(machines, lambda m: m.source).values():
+    for machine, *_ in group_by(machines, lambda m: m.source).values():  # one machine per source
         gpu = (machine.name.rpartition("-")[0] or machine.name).replace("-", " ").upper()
         tables = machine.all_collectives
         for ranks in sorted({ranks for table in tables.values() for ranks in table}, key=int):

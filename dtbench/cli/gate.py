@@ -24,9 +24,9 @@ class GateCommand(options.AdvancedCommand):
     "--base",
     required=True,
     metavar="ARM",
-    help="The reference: rev:REVISION, python:PATH or env:A=1,B=2.",
+    help="The side to compare with: rev:REVISION, python:PATH or env:A=1,B=2.",
 )
-@click.option("--head", required=True, metavar="ARM", help="The change to check.")
+@click.option("--head", required=True, metavar="ARM", help="The side to check.")
 @click.option(
     "--impl",
     "impls",
@@ -43,9 +43,9 @@ class GateCommand(options.AdvancedCommand):
 @options.DTYPE
 @click.option("--budget", "budget_s", metavar="TIME", type=parse_duration, help="Time limit: 5m, 90s.")
 @click.option(
-    "--launch-timeout", "timeout_s", default=LAUNCH_TIMEOUT_S, metavar="SECONDS", help="Per launch."
+    "--launch-timeout", "timeout_s", default=LAUNCH_TIMEOUT_S, metavar="SECONDS", help="Limit per launch."
 )
-@click.option("--allow-new", is_flag=True, help="Accept benchmarks that base lacks.")
+@click.option("--allow-new", is_flag=True, help="Accept benchmarks that base does not have.")
 @click.option(
     "--counters",
     type=click.Choice(["judge", "report"]),
@@ -59,12 +59,14 @@ class GateCommand(options.AdvancedCommand):
     "folder",
     type=options.FILE,
     show_default="gate-TIME",
-    help="The folder to make, for gate.json, junit.xml, smaller-is-better.json (for github-action-benchmark) "
+    help="The folder to create for gate.json, junit.xml, smaller-is-better.json (for github-action-benchmark) "
     "and the output of launches.",
 )
 @options.EXPORT
 @options.JSON
-@click.option("--history", type=options.FILE, help="Folder to append head's times to, which `report` plots.")
+@click.option(
+    "--history", type=options.FILE, help="Folder to which head's times are appended, for `dtbench report`."
+)
 def gate_command(
     words: tuple[str, ...],
     base: str,
@@ -76,7 +78,7 @@ def gate_command(
 ) -> int:
     """Checks whether HEAD is slower than BASE.
 
-    Starts as many launches of both as needed, in random order.
+    Starts both repeatedly, in random order, until each benchmark has a verdict.
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of
@@ -100,7 +102,7 @@ def gate_command(
 
     options = GateOptions(base, head, tuple(SuiteSelection(*split_target(word)) for word in words), **choices)
     history_path = None if history is None else history_file(history)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job cleans up as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled CI job cleans up as after Ctrl-C
     try:
         report = gate(options, _say)
     except KeyboardInterrupt:

@@ -17,9 +17,9 @@ from dtbench.suite.mesh import parse_mesh
     metavar="DIMS",
     type=parse_mesh,
     show_default="the logs' own ranks",
-    help="The mesh, e.g. dp=16,tp=8. A log belongs to the dim that has its number of ranks.",
+    help="The mesh, e.g. dp=16,tp=8. Each log is assigned to the mesh dim with the same number of ranks.",
 )
-@click.option("--dim", metavar="NAME", help="The dim of --mesh for all logs.")
+@click.option("--dim", metavar="NAME", help="Assign all logs to this dim of --mesh.")
 @click.option(
     "--collective", metavar="NAME", help="The collective of logs that do not name it, e.g. all_reduce."
 )

@@ -17,7 +17,7 @@ from dtbench.engine.options import (
 from dtbench.suite import CHOOSABLE_IMPLS
 from dtbench.suite.mesh import parse_mesh
 
-# The value of an option between click and the struct that validates it.
+# Value of an option as click returns it, not yet validated.
 OptionValue: TypeAlias = Any
 # Formats with the file to write in each.
 Exports: TypeAlias = tuple[tuple[str, Path], ...]
@@ -53,16 +53,18 @@ IMPL = click.option(
     default=",".join(CHOOSABLE_IMPLS),
     metavar="LIST",
     type=lambda text: parse_list(text, CHOOSABLE_IMPLS, "--impl"),
-    help="Implementations to measure; their references always are.",
+    help="Implementations to measure. Reference implementations are always measured.",
 )
 MESH = click.option("--mesh", metavar="DIMS", type=parse_mesh, help="Mesh dims, outermost first: dp=2,tp=2.")
-NPROC = click.option("--nproc", type=int, show_default="one per GPU, else 4", help="Ranks to start here.")
+NPROC = click.option(
+    "--nproc", type=int, show_default="one per GPU, else 4", help="Number of ranks to start on this host."
+)
 DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 BACKEND = click.option(
     "--backend",
     type=click.Choice(["auto", "gloo"]),
     default="auto",
-    help="NCCL on GPUs and gloo on CPUs, or gloo on GPUs too, which ranks may then share.",
+    help="auto: NCCL on GPUs, gloo on CPUs. gloo: also on GPUs, so that several ranks can share a GPU.",
 )
 SIZE = click.option(
     "--size",
@@ -84,11 +86,11 @@ FILTER = click.option(
     default="",
     show_default=False,
     metavar="TEXT",
-    help="Only cases whose line in `list` contains every word of TEXT ('in quotes': a phrase), NAME=VALUE exactly, "
-    "sizes with units too: size=4KiB.",
+    help="Only cases whose line in `list` contains every word of TEXT. Quoted words are a phrase; NAME=VALUE must "
+    "match exactly; size=4KiB works.",
 )
 TIMEOUT = click.option(
-    "--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, metavar="SECONDS", help="Per case."
+    "--timeout", "timeout_s", default=DEFAULT_TIMEOUT_S, metavar="SECONDS", help="Limit per case."
 )
 
 
@@ -119,5 +121,5 @@ EXPORT = click.option(
     multiple=True,
     metavar="FORMAT:FILE",
     callback=_export,
-    help="Write the times for another tool too: github (github-action-benchmark) or bmf (Bencher). Repeatable.",
+    help="Also write the times for another tool: github (github-action-benchmark) or bmf (Bencher); repeatable.",
 )

@@ -36,12 +36,12 @@ _EXAMPLE = {"--model": "llama-8b", "--gpus": 8, "--batch": 256}
     "machine_name",
     metavar="NAME|FILE",
     default="a100-8x",
-    help="A name that --machines lists, or a JSON file that --fit wrote.",
+    help="A machine that --machines lists, or a JSON file that --fit wrote.",
 )
 @click.option(
     "--topology",
     type=options.FILE,
-    help="Predict communication from this output of `dtbench calibrate` instead.",
+    help="Predict communication from this file of `dtbench calibrate` instead of the machine's numbers.",
 )
 @click.option(
     "--memory",
@@ -84,8 +84,9 @@ def plan_command(
     """Chooses layouts for training a model by step time and memory.
 
     Searches tensor, pipeline, data and sharded data parallelism, micro batches and recomputation for the fastest steps
-    that fit into memory. Prints their intervals and largest losses of time. A file for --model has the keys hidden,
-    layers, heads, ffn and vocab; optional are kv_heads, head_dim, gated, experts, experts_per_token and tied.
+    that fit into memory. Prints each layout's step time with its interval, and where most time is lost. A file for
+    --model has the keys hidden, layers, heads, ffn and vocab. Optional keys are kv_heads, head_dim, gated, experts,
+    experts_per_token and tied.
 
     \b
     Examples:
@@ -138,7 +139,7 @@ def _incomplete(required: Mapping[str, object]) -> click.UsageError:
 
 
 def _check_mode(modes: Mapping[str, object], search_options: Mapping[str, object]) -> None:
-    """Raises click.UsageError for two modes, or for a mode with an option of a search."""
+    """Raises click.UsageError for two modes at once, or for a mode together with an option of the search."""
     selected = [name for name, value in modes.items() if value]
     if len(selected) > 1:
         raise click.UsageError(f"{' and '.join(selected)} exclude each other: give one of them")

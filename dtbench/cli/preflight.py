@@ -15,7 +15,7 @@ from dtbench.cli import options
     "--expect",
     type=options.FILE,
     metavar="TOPOLOGY",
-    help="Topology of `dtbench calibrate`: also report slower mesh dims.",
+    help="Topology of `dtbench calibrate`. Mesh dims slower than in it are reported, too.",
 )
 @click.option("--timeout", "timeout_s", default=60.0, metavar="SECONDS", help="Limit of the whole check.")
 @options.JSON

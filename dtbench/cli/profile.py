@@ -46,7 +46,9 @@ class _Profile(options.AdvancedCommand):
 
 @click.command("profile", cls=_Profile)
 @click.argument("targets", nargs=-1, metavar="[TARGET]... [-- COMMAND]")
-@click.option("--topology", type=options.FILE, help="For a job: calibrated bandwidths to compare with.")
+@click.option(
+    "--topology", type=options.FILE, help="For a job: topology with calibrated bandwidths to compare with."
+)
 @click.option(
     "--system", metavar="NAME", help="For a job: a public system to compare with, as in compare --reference."
 )
@@ -68,12 +70,12 @@ class _Profile(options.AdvancedCommand):
 @options.BACKEND
 @click.option("--quick", is_flag=True, help="Fewer cases and rounds.")
 @options.TIMEOUT
-@click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to make.")
+@click.option("-o", "--output", type=options.FILE, show_default="profile-TIME", help="The folder to create.")
 @click.pass_context
 def profile_command(
     context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.OptionValue
 ) -> int:
-    """Shows where the time of a job, or of a suite's case, goes.
+    """Shows where the time of a training job, or of a suite's case, goes.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run unchanged
     and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if

@@ -36,7 +36,7 @@ from dtbench.machine.limits import refuse_deleted_folder
 from dtbench.text.clean import clean_output
 from dtbench.text.masking import mask, mask_arguments
 
-# Section of the first screen -> its commands.
+# Section of `dtbench --help` -> its commands.
 _COMMANDS = {
     "Measure": ("run", "list", "profile", "preflight", "doctor"),
     "Read results": ("show", "report", "import"),
@@ -47,8 +47,8 @@ _SHOWN = tuple(name for names in _COMMANDS.values() for name in names)
 _HIDDEN = ("suite",)  # described in the guide to writing suites
 # Commands whose file has another name.
 _MODULES = {"list": "run", "report": "show", "import": "import_logs", "export": "calibrate"}
-_COMPLETE = "_DTBENCH_COMPLETE"  # set by a shell for completion, named as in click
-# These commands free no large structures: garbage collection would take as long as their work.
+_COMPLETE = "_DTBENCH_COMPLETE"  # the variable that a shell sets to request completion, named as in click
+# These commands run without garbage collection, which would take as long as their work and free little.
 _READERS = {"show", "report", "compare", "calibrate"}
 
 
@@ -149,7 +149,7 @@ def _run(invoke: Callable[[], object]) -> int:
         code = _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         code = _refuse("interrupted", EXIT_INTERRUPTED)
-    except BrokenPipeError:  # the reader of the output has exited
+    except BrokenPipeError:  # the program that reads the output has exited, such as `head`
         code = EXIT_OK
         _drop_output()
     except Exception as error:
@@ -159,7 +159,7 @@ def _run(invoke: Callable[[], object]) -> int:
 
 
 def _explain(error: click.UsageError) -> str:
-    """Returns the message of an error, with the nearest existing name, or the expected range of a number."""
+    """Returns the message of an error, with the nearest existing name or the expected range of a number."""
     if isinstance(error, click.BadParameter) and isinstance(error.param, click.Option):
         option, value_type, usual = error.param.opts[0], error.param.type, error.param.default
         kinds = {"integer": "a whole number", "float": "a number"}
@@ -190,19 +190,19 @@ def _nearest_run_option(error: UnknownOptionError) -> str:
 
 
 def _drop_output() -> None:
-    """Discards all further standard output, also that of the interpreter's exit."""
+    """Discards all further standard output, including what the interpreter flushes at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# Errors of writing to standard output; files have messages of their own.
+# errno of failed writes to standard output. Failed writes to files have other messages.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# Errors of checking whether a given path exists.
+# errno of a failed check whether a path exists.
 _UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ESTALE)
 
 
 def _external_cause(error: Exception) -> str:
-    """Returns the message for an error of the system that dtbench runs on; "" for other errors."""
+    """Returns the message for an error that the operating system caused; "" for other errors."""
     if is_out_of_memory(error):
         return "out of memory: give fewer or smaller files, or more memory"
     if not isinstance(error, OSError) or error.errno is None:
@@ -240,7 +240,7 @@ def _own_fault(error: Exception) -> int:
 
 
 def _refuse(text: str, code: int) -> int:
-    """Prints one line on stderr, from one rank only, as all ranks of a launcher fail in the same way."""
+    """Prints one line on stderr and returns the code. Under a launcher only one rank prints it."""
     from dtbench.engine.rank import complain_from_one_rank
 
     complain_from_one_rank(mask(text))

@@ -20,7 +20,8 @@ from dtbench.engine.options import (
 from dtbench.errors import UsageError
 from dtbench.suite.registry import read_builtin
 
-_Words = tuple[tuple[str, ...], dict[str, str]]  # suites, and the options that suites declare
+# Suites, and the values of options that suites declare.
+_Words = tuple[tuple[str, ...], dict[str, str]]
 
 # Options that may change with --resume, since no result depends on them.
 _CHANGEABLE_ON_RESUME = {"resume", "output", "budget_s", "timeout_s", "on_failure", "brief", "save_baseline"}
@@ -55,9 +56,11 @@ _OPTIONS = (
     options.DEVICE,
     options.BACKEND,
     options.SIZE,
-    click.option("-b", "--minbytes", metavar="SIZE", help="As nccl-tests: the smallest size, with -e."),
     click.option(
-        "-e", "--maxbytes", metavar="SIZE", help="As nccl-tests: the largest size; 128M is 2^27 bytes."
+        "-b", "--minbytes", metavar="SIZE", help="As in nccl-tests: the smallest size; requires -e."
+    ),
+    click.option(
+        "-e", "--maxbytes", metavar="SIZE", help="As in nccl-tests: the largest size; 128M is 2^27 bytes."
     ),
     click.option(
         "-f",
@@ -65,21 +68,21 @@ _OPTIONS = (
         metavar="N",
         type=click.IntRange(2),
         default=2,
-        help="As nccl-tests: from one size to the next.",
+        help="As in nccl-tests: the factor from one size to the next.",
     ),
     click.option(
         "--max-size",
         "max_size_bytes",
         metavar="SIZE",
         type=parse_size,
-        help="A run to calibrate with: the largest payload you plan. Sweeps go from 1 KiB to it by 4x, with "
-        "--refine and --launches 5.",
+        help="For a calibration run: the largest payload you plan. Sweeps go from 1 KiB to SIZE by 4x, with --refine "
+        f"and --launches {CALIBRATION_LAUNCHES}.",
     ),
     click.option(
         "--refine/--no-refine",
         default=None,
         show_default="with --max-size",
-        help="Add sizes where interpolation between two is off by over 10 % and by more than the noise "
+        help="Add sizes between two sizes if interpolating between them errs by over 10 % and by more than the noise "
         "(collectives, redistribute).",
     ),
     options.DTYPE,
@@ -90,14 +93,15 @@ _OPTIONS = (
         type=int,
         metavar="K",
         show_default=f"{CALIBRATION_LAUNCHES} with --max-size, else 1",
-        help="Repeat everything in K fresh worlds.",
+        help="Repeat everything K times, each with newly started ranks.",
     ),
     click.option(
         "--budget",
         "budget_s",
         metavar="TIME",
         type=parse_duration,
-        help="About so long, as 3m or 90s. Every suite keeps its share; a curve gets three sizes or none.",
+        help="Measure for about this time, e.g. 3m or 90s. Every suite keeps its share of the time. A curve gets at "
+        "least three sizes or none.",
     ),
     options.TIMEOUT,
     click.option(
@@ -106,11 +110,12 @@ _OPTIONS = (
         default="continue",
         help="After a hang or a lost rank: continue with new ranks, or stop.",
     ),
-    click.option("--brief", is_flag=True, hidden=True, help="End with the counts alone."),
+    click.option("--brief", is_flag=True, hidden=True, help="At the end print only the counts."),
     click.option(
         "--resume",
         is_flag=True,
-        help="Continue the run in -o FILE with its own options, or begin it; --budget may differ.",
+        help="Continue the run in -o FILE with the options it was started with. If FILE does not exist, start it. "
+        "--budget may differ.",
     ),
     click.option(
         "--save-baseline",
@@ -124,20 +129,22 @@ _OPTIONS = (
 
 
 def _add_run_options(command: Callable[..., object]) -> Callable[..., object]:
-    """Adds the options of `run`, which `list` has, too."""
+    """Adds the options of `run` to a command. `list` has the same options."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-@click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})  # suites have some, too
+@click.command(
+    "run", cls=_Run, context_settings={"ignore_unknown_options": True}
+)  # suites declare further ones
 @_add_run_options
 @click.pass_context
 def run_command(context: click.Context, /, words: _Words, **values: options.OptionValue) -> int:
-    """Measures suites, by name or as .py files, into a run file.
+    """Measures suites and writes the results to a run file.
 
-    SUITE/TEXT measures the cases whose line in `dtbench list SUITE` holds TEXT.
-    Starts its own ranks, or joins the world of torchrun, srun or mpirun when started by them. A suite may have
+    SUITE is a name or the path of a .py file. SUITE/TEXT measures only the cases whose line in `dtbench list SUITE`
+    contains TEXT. Starts its own ranks, or joins those of torchrun, srun or mpirun if started by them. A suite may have
     options of its own, which `dtbench list SUITE` shows.
 
     \b
@@ -170,7 +177,7 @@ def _original_argv(output: Path) -> list[str]:
     argv = read_header(output).argv
     if argv[:1] != ("run",) or not is_unmasked(argv):
         raise UsageError(
-            f"{output} does not have the complete command that began it: give its suites and options beside --resume"
+            f"{output} does not have the complete command that began it: repeat its suites and options with --resume"
         )
     return [*argv, *sys.argv[2:]]
 
@@ -186,10 +193,10 @@ def options_of(
     if minbytes is not None or maxbytes is not None:
         if minbytes is None or maxbytes is None or values["sizes_bytes"] is not None:
             raise UsageError(
-                "-b and -e need each other, and exclude --size: expected the smallest and the largest size, such as "
+                "-b and -e require each other and exclude --size: expected the smallest and the largest size, such as "
                 "-b 8 -e 128M -f 2"
             )
-        # K, M and G are powers of 1024 there: nccl-tests, src/common.cu, parsesize.
+        # In nccl-tests, K, M and G are powers of 1024 (src/common.cu, parsesize).
         first, last = (re.sub(r"(?<=\d)[KMGkmg]$", r"\g<0>iB", text) for text in (minbytes, maxbytes))
         if parse_size(first) > parse_size(last):
             raise UsageError(f"-b {minbytes} is above -e {maxbytes}: swap them")
@@ -210,7 +217,7 @@ def list_command(
     words: _Words,
     **values: options.OptionValue,
 ) -> None:
-    """Lists suites; with options of `run`, the cases it would measure.
+    """Lists suites, or the cases that `run` would measure with the same arguments.
 
     \b
     Examples:

@@ -22,13 +22,13 @@ from dtbench.file_kinds import is_profile
     default="",
     metavar="NAME",
     show_default="as measured",
-    help="By time, spread, algbw, busbw, core/torch or a param, smallest first; -NAME: largest first.",
+    help="Sort by time, spread, algbw, busbw, core/torch or a param, smallest first; -NAME: largest first.",
 )
 @options.EXPORT
 def show_command(
     runs: tuple[Path, ...], as_json: bool, as_csv: bool, filter: str, sort: str, exports: options.Exports
 ) -> int:
-    """Tables of the results in run files, or of a profile.
+    """Prints tables of the results in run files, or of a profile.
 
     \b
     Examples:

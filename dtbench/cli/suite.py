@@ -1,4 +1,4 @@
-"""`dtbench suite` on the command line: templates and checks for your own suites."""
+"""`dtbench suite` on the command line, which creates and checks your own suites."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def new(file: Path) -> None:
 
 @suite_command.command("check")
 @click.argument("file", type=options.FILE)
-@click.option("--nproc", type=int, default=2, help="Ranks to start here.")
+@click.option("--nproc", type=int, default=2, help="Number of ranks to start on this host.")
 @click.pass_context
 def check(context: click.Context, /, file: Path, nproc: int) -> int:
     """Checks each case of a suite file and lists errors.

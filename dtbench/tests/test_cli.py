@@ -124,7 +124,7 @@ REFUSED = {
     "gate --base env: --head env: RUN": "is a run of dtbench, expected a suite",
     "gate --base A=1 --head env: dispatch": ", such as env:A=1",
     "gate --base main --head env: dispatch": "'main' is not an arm: expected rev:REVISION, python:PATH or ",
-    "gate --base env: dispatch": "Missing option '--head': The change to check; `dtbench gate --help`",
+    "gate --base env: dispatch": "Missing option '--head': The side to check; `dtbench gate --help`",
     "profile -o x torchrun --nproc-per-node 2 a.py": (
         "put -- before it, `dtbench profile -o x -- torchrun --nproc-per-node 2 a.py`"
     ),

@@ -250,7 +250,7 @@ def test_sizes_are_taken_as_nccl_tests_takes_them(words: str, sizes: tuple[int, 
 
 @pytest.mark.parametrize("words", ["-b 8", "-e 8", "-b 8 -e 16 --size 1KiB"])
 def test_b_and_e_must_be_given_together(words: str) -> None:
-    with pytest.raises(UsageError, match="-b and -e need each other"):
+    with pytest.raises(UsageError, match="-b and -e require each other"):
         request_of(words)
 
 
