@@ -217,7 +217,7 @@ def list_command(
     words: _Words,
     **values: options.OptionValue,
 ) -> None:
-    """Lists suites, or the cases that `run` would measure with the same arguments.
+    """Lists suites, or the cases that `run` would measure.
 
     \b
     Examples:
