@@ -75,7 +75,7 @@ class _Profile(options.AdvancedCommand):
 def profile_command(
     context: click.Context, /, targets: tuple[str, ...], output: Path | None, **choices: options.OptionValue
 ) -> int:
-    """Shows where the time of a training job, or of a suite's case, goes.
+    """Shows where the time of a job, or of a suite's case, goes.
 
     TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run unchanged
     and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if
