@@ -3,7 +3,7 @@
 Names and signatures are those of torch.distributed.tensor: code written for it runs after changing the import.
 `dtbench_core.parallel` contains tensor parallelism.
 
-The rooms, from top to bottom. Each imports only rooms below it:
+The subpackages and modules, from top to bottom. Each imports only those below it:
 
     simulate      all ranks of a world in one process
     parallel      parallelize_module, styles, loss parallel, sharded parameters
@@ -22,8 +22,8 @@ The rooms, from top to bottom. Each imports only rooms below it:
 
 errors, op_types and torch_compat are at the level of runtime.
 
-Public names and rooms are loaded at their first use. So `dtbench_core.cost`, whose prices do not need torch, can be
-imported without it.
+Public names, subpackages and modules are loaded at their first use. So `dtbench_core.cost` can be imported without
+torch, which its prices do not need.
 """
 
 # ruff: noqa: F403 (the names are for type checkers; `__getattr__` loads them)

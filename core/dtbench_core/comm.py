@@ -1,17 +1,17 @@
 """The only file of the core that calls collectives: it issues them, waits for them, and counts calls and bytes.
 
 All functions take a process group or an `OrderedGroup` (an entry of `MeshInfo.groups`). Tensors must be contiguous,
-because transports read and write memory.
+because backends read and write memory.
 
 Functions named by a verb (`all_gather`) write to their output in place and wait. With `async_op` they return the Work
 instead; keep the tensors alive until its `wait()`. Functions named by a participle (`gathered`) wait and return a new
 tensor. In a traced graph they become one op and its wait.
 
-Bytes are counted like the size in nccl-tests: those of the larger side of the call.
+Bytes are counted like the size in nccl-tests: those of the larger of input and output.
 
-This module calls the methods of the process group instead of the functions of torch.distributed. The latter spend 5 to
-20 us on checks, logging and options that are the same every time. The callers of this module ensure what is checked
-there. On CUDA, a waiting call uses the current stream, as in torch.distributed.
+This module calls the methods of the process group instead of the functions of torch.distributed. Those functions
+spend 5 to 20 us on checks, logging and options that are the same every time. The callers of this module ensure what
+torch.distributed checks. On CUDA, a waiting call uses the current stream, as in torch.distributed.
 """
 
 from __future__ import annotations
@@ -461,16 +461,16 @@ def full_ordered_after(
 
 
 def _averages(group: ProcessGroup, tensor: torch.Tensor) -> bool:
-    """Whether the transport supports AVG: NCCL does, gloo does not."""
+    """Whether the backend supports AVG: NCCL does, gloo does not."""
     return tensor.is_cuda and "nccl" in dist.get_backend(group)
 
 
 def reduces_bits(group: Group) -> bool:
-    """Whether the transport supports band, bor and bxor: gloo does, NCCL does not."""
+    """Whether the backend supports band, bor and bxor: gloo does, NCCL does not."""
     return "nccl" not in dist.get_backend(process_group_of(group))
 
 
-# Transports do not support complex numbers. They are sent and added as pairs of real numbers.
+# Backends do not support complex numbers. Complex numbers are sent and added as pairs of real numbers.
 _real = torch.view_as_real
 
 
@@ -484,7 +484,7 @@ def _refuse_complex(name: str, op: str) -> None:
 
 
 def _finish(work: Work | None, async_op: bool) -> Work | None:
-    if async_op or work is None:  # None: the transport has already waited
+    if async_op or work is None:  # None: the backend has already waited
         return work
     work.wait()
     return None

@@ -77,9 +77,9 @@ def _wrap_comm_result(result: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def _wait(work: Any) -> None:
-    """Waits for a handle that an op returned; None if the transport has already waited."""
+    """Waits for a handle that an op returned; None if the backend has already waited."""
     if work is not None:
-        # `work.wait()` would hold the GIL, which threads of the transport may need.
+        # `work.wait()` would hold the GIL, which threads of the backend may need.
         Work.unbox(work).wait()
 
 
@@ -95,7 +95,7 @@ def _wait_comm(result: _CommResult) -> torch.Tensor:
 
 @dataclass
 class _InFlight:
-    """A collective that was issued, for one of its outputs.
+    """An output of a collective that was issued, with what is needed to wait for it.
 
     On CUDA, a wait only makes the current stream wait, so each stream has to wait separately.
 
@@ -136,7 +136,7 @@ class _InFlight:
         self.waited_streams.append(stream)
         waited = self.tracer.create_proxy("call_function", _wait_comm, (self.result,), {}, name="wait_comm")
         trace_as(self.tensor, waited, self.tracer)  # type: ignore[arg-type]
-        with untraced():  # some transports run ops in their wait
+        with untraced():  # some backends run ops in their wait
             _wait(self.work)
         if self.output is not None:
             self.output.copy_(self.tensor)  # type: ignore[arg-type]
@@ -330,7 +330,7 @@ def _collective(func: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> Va
     for leaf in comm_tensors:
         leaf._memory.unseen = False
         leaf._memory.wait(for_readers=id(leaf) in written)
-    # Transports read memory as if it were packed, so other tensors are replaced by packed copies.
+    # Backends read memory as if it were packed, so other tensors are replaced by packed copies.
     staged = {
         id(tensor): comm.packed(tensor)
         for tensor in tree_iter(_plain((args, kwargs)))

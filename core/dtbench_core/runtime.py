@@ -1,8 +1,8 @@
 """State shared by the whole core: values per rank, caches that are cleared together, and whether ranks are simulated.
 
-Each room stores its own state. State of a rank is in a `PerRank`: a simulated rank runs inside `using_values(...)` on
-its own thread, where other threads do not see its values. State that all ranks of the process share is in caches of
-the rooms, whose keys contain specs, which differ between ranks. Rooms register here how to clear their caches.
+Each subpackage stores its own state. State of one rank is in a `PerRank`. A simulated rank runs inside
+`using_values(...)` on its own thread, so other threads have other values. Caches are shared by all ranks of the
+process. Their keys contain specs, which differ between ranks. Subpackages register here how to clear their caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
-# A plan takes about 1 KB. The bound limits a program that never repeats a shape to some megabytes.
+# Maximum number of entries of a cache. A plan takes about 1 KB, so a program that never repeats a shape needs at most
+# some megabytes.
 MAX_PLANS = 8192
 
 

@@ -112,7 +112,7 @@ def is_stream_capturing(stream: Any) -> bool:
 
 
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    """Keeps the allocator from reusing the tensor's memory before work that `stream` holds when it is freed."""
+    """Makes the allocator reuse the tensor's memory only after work that is queued on `stream` when it is freed."""
     tensor.record_stream(stream)
 
 
@@ -206,7 +206,7 @@ def wrap_state_loading(wrapped: Callable[[Callable[..., Any]], Callable[..., Any
 def mesh_dim_groups(mesh: DeviceMesh, dim: int) -> tuple[tuple[int, ...], ...]:
     """Returns the global ranks of every group along `dim`, of the parent mesh if `mesh` is a slice."""
     layout: Any = mesh._layout[dim]
-    if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13 only meshes that are no slices have it
+    if not hasattr(layout, "remap_to_tensor"):  # since torch 2.13, meshes that are slices lack it
         layout = vars(device_mesh)["_MeshLayout"]([layout])
     with torch._C._DisableTorchDispatch():
         return tuple(map(tuple, layout.remap_to_tensor(mesh._rank_map).reshape(-1, mesh.size(dim)).tolist()))
@@ -237,23 +237,23 @@ def mesh_group_names(mesh: DeviceMesh) -> list[str]:
     return [str(name) for name in getattr(mesh, "_dim_group_names", [])]
 
 
-# make_subclass(cls, tensor) returns a tensor of that class, which shares the version of `tensor`. `set_data` then
-# changes its metadata.
+# make_subclass(cls, tensor) returns a `cls` that shares the version counter of `tensor`. `set_data` then
+# changes the metadata of the result.
 make_subclass = torch.Tensor._make_subclass
-as_subclass = torch.Tensor.as_subclass  # the same, as a view in autograd
+as_subclass = torch.Tensor.as_subclass  # the same, but autograd records the result as a view
 set_data = cast("Any", torch.Tensor.data).__set__
 
 _version: Callable[[torch.Tensor], int] = vars(torch._C.TensorBase)["_version"].__get__
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """Returns torch's count of writes to `tensor`, its base and their views; None for an inference tensor."""
+    """Returns the version of `tensor`, which its base and their views share; None for an inference tensor."""
     with DisableTorchFunction():
         return None if tensor.is_inference() else _version(tensor)
 
 
 def have_same_version_counter(tensor: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether torch counts writes to the second tensor as writes to the first."""
+    """Whether a write to one of the tensors increments the version of both."""
     if (version := version_of(tensor)) is None or version_of(second) != version:
         return False
     with torch.autograd.grad_mode._unsafe_preserve_version_counter(second):
@@ -265,7 +265,7 @@ _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 
 
 def version_counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor without values that shares the version of `tensor`, without a reference to it."""
+    """Returns a tensor without values that has the version counter of `tensor`, but no reference to `tensor`."""
     was = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTING)
     torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTING, False)  # dispatch runs below this key
     try:
@@ -279,11 +279,13 @@ _Result = TypeVar("_Result")
 
 
 def counting(call: Callable[..., _Result], *, view: bool) -> Callable[..., _Result]:
-    """Returns `call` such that torch counts writes also below autograd, where dispatch runs.
+    """Returns `call` such that it increments versions also below autograd, where dispatch runs.
+
+    The key ADInplaceOrView is enabled for this. torch excludes it there.
 
     Args:
-        view: whether `call` returns views, which then share the version. Not so for `.data`, whose version is separate;
-            torch takes only that view with the counting key enabled.
+        view: whether `call` returns views that share the version. Not for `.data`, whose version is separate. Only for
+            `.data` does torch leave the key enabled; it is then excluded.
     """
 
     def counted(*args: object, **kwargs: object) -> _Result:
@@ -327,7 +329,7 @@ functionalizing = functional_tensor.FunctionalTensorMode
 
 
 def value_of_functional(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the present value of a tensor in a graph that AOTAutograd is tracing. Later writes do not change it."""
+    """Returns the current value of a tensor in a graph that AOTAutograd is tracing. Later writes do not change it."""
     return torch._from_functional_tensor(vars(tensor)["elem"])
 
 
@@ -350,9 +352,9 @@ def storage_of_wrapper(local: torch.Tensor) -> int:
 
 
 def as_unknown_size(error: RuntimeError, base: type[Exception], words: str) -> Exception | None:
-    """Returns a `base` error with this message that is also the tracer's error of a size that depends on values.
+    """Returns an error that is both a `base` and torch's GuardOnDataDependentSymNode, with this message.
 
-    By that error Dynamo ends a graph before the op. None if `error` is another one.
+    Dynamo then breaks the graph before the op. None if `error` is of another class.
     """
     kind: Any = importlib.import_module("torch.fx.experimental.symbolic_shapes").GuardOnDataDependentSymNode
     if not isinstance(error, kind):
@@ -446,7 +448,7 @@ def register_constant(cls: type) -> None:
     if hasattr(opaque, "register_custom_class"):  # since torch 2.14 or 2.15
         opaque.register_custom_class(cls, typ="constant", members=used)
         return
-    # Before torch 2.13 it requires a metaclass of values, too, though only references need it.
+    # Before torch 2.13, torch requires a metaclass also of values, though only references need it.
     metaclass, opaque.OpaqueBaseMeta = opaque.OpaqueBaseMeta, type
     try:
         opaque.register_opaque_type(cls, typ="value", members=used)
@@ -509,9 +511,9 @@ def state_of_library() -> str:
 
 
 def _configure_dynamo(dynamo: Any) -> None:
-    """Makes Dynamo trace calls into this library, but compile no frame of it that runs after a graph break.
+    """Makes Dynamo trace calls into this library. It must not compile frames of the library that run after a break.
 
-    The same holds for torch's own code. Before torch 2.13 Dynamo cannot do both, and compiles such frames.
+    Dynamo treats torch's own code the same way. Before torch 2.13 it cannot do both, and compiles such frames.
     """
     if hasattr(dynamo.trace_rules, "BUILTIN_INLINE_WHEN_CALLED"):
         dynamo.trace_rules.add("dtbench_core")
@@ -530,7 +532,7 @@ def accept_plain_gradients(cls: type[torch.Tensor], placed: Callable[..., torch.
         placed: (gradient, metadata of the result's `__tensor_flatten__`) -> gradient as a `cls`.
     """
 
-    def teach(wrappers: ModuleType) -> None:
+    def configure(wrappers: ModuleType) -> None:
         kind, dispatcher = wrappers.SubclassCreationMeta, wrappers.AOTDispatchAutograd
         process = dispatcher.process_runtime_tangent
 
@@ -541,4 +543,4 @@ def accept_plain_gradients(cls: type[torch.Tensor], placed: Callable[..., torch.
 
         dispatcher.process_runtime_tangent = staticmethod(process_placed)
 
-    when_imported("torch._functorch._aot_autograd.runtime_wrappers", teach)
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", configure)

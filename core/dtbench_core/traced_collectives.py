@@ -1,15 +1,14 @@
 """Makes the compilers of all ranks keep the same collectives in the same order.
 
-Each rank's compiler decides by the sizes of its own shards. If these differ, one rank would wait for collectives that
-others do not issue:
+Each rank's compiler decides by the sizes of its shards. If sizes differ between ranks, one rank would wait for
+collectives that others do not issue:
 
 - An op that depends on no gradient may be moved to the forward graph. So a collective of a backward pass is made to
   depend on a gradient.
 - Equal calls are merged. A rank with an empty shard computes with constants, which may be equal where values on other
   ranks are not. So in a graph with shards of different lengths every collective is made unique.
-- Of the results that a checkpoint recomputes, compilers save small ones, and which are small differs between ranks. So
-in
-  such a graph the results of all collectives are saved.
+- Compilers save only the small ones of the results that a checkpoint recomputes. Which results are small differs
+  between ranks. So in such a graph the results of all collectives are saved.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dtbench_core.torch_compat import active_tracer, in_backward_pass, traced_no
 
 
 class GroupName(str):
-    """Name of a process group in one call of a graph. It equals no other object, so that no pass merges the call."""
+    """Name of a process group in one call of a graph. It equals no other object, so no pass merges the call."""
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -35,7 +34,7 @@ class GroupName(str):
 
 # Collectives by tracer while all shards have equal lengths; None afterwards.
 _by_tracer: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node] | None] = weakref.WeakKeyDictionary()
-# Collectives by tracer that were made unique, and whose results must be saved once the forward pass is traced.
+# Collectives by tracer that were made unique. Their results must be saved once the forward pass is traced.
 _unsaved: weakref.WeakKeyDictionary[fx.Tracer, list[fx.Node]] = weakref.WeakKeyDictionary()
 
 
@@ -59,7 +58,7 @@ def keep_on_all_ranks(result: torch.Tensor, depend: Callable[..., object]) -> No
 
 
 def see_uneven_shards() -> None:
-    """Records that the graph which is being traced may differ between ranks, as shards differ in length."""
+    """Records that the graph of the running tracer may differ between ranks, since shards differ in length."""
     tracer = active_tracer()
     if tracer is None:
         return
@@ -77,7 +76,7 @@ def _make_unique(node: fx.Node, tracer: fx.Tracer) -> None:
 
 
 def _save_results(tracer: fx.Tracer) -> None:
-    """Saves the results of collectives of the forward pass, whose nodes the checkpoint has all marked by now."""
+    """Marks the results of the forward pass's collectives as saved. By now the checkpoint has marked all its nodes."""
     for node in _unsaved.pop(tracer, ()):
         for user in (node, *node.users):  # its users wait for it
             if "recompute" in user.meta:

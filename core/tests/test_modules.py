@@ -310,7 +310,7 @@ def _save_and_load_that_of_another_rank(path: str) -> None:
     torch.save(_tensor(LAYOUTS[0]), f"{path}/{dist.get_rank()}.pt")
     dist.barrier()
     # The ranks have 2, 2, 1 and 0 rows, so that rank 3 - r never has as many as rank r.
-    with pytest.raises(LayoutError, match="every rank loads the part that it saved itself"):
+    with pytest.raises(LayoutError, match="every rank must load the part that it saved"):
         torch.load(f"{path}/{3 - dist.get_rank()}.pt")
 
 

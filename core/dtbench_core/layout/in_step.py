@@ -2,9 +2,9 @@
 
 Nothing is sent unless a rank's generator changed outside a draw that all ranks of the mesh made (Note [Recorded
 states]). Such a rank reports the change in the default store and waits until the other ranks report one, too. For
-example, all ranks report after `torch.manual_seed` on every rank. They then compare their states, and take the first
-rank's if they differ. If only one rank changed its generator, the others never report. After a timeout, that rank
-restores the state of the others.
+example, all ranks report after `torch.manual_seed` on every rank. Ranks then compare their states and take the first
+rank's state if these differ. If only one rank changed its generator, the others never report. After a timeout, that
+rank restores the state of the others.
 
 Note [Recorded states]: an `Agreement` records along which mesh dims the ranks of a mesh have equal states, and that
 state. It changes only in operations that all ranks of the mesh run: a draw on the mesh, or on a mesh that contains it.
@@ -52,9 +52,8 @@ LONE_PATIENCE_S = 0.2
 # Number of decisions kept in the store for ranks that report late. A rank that finds none waits, then decides the same.
 MAX_KEPT_DECISIONS = 16
 POLL_S = 1e-4, 1e-2  # first and longest interval between two reads of the store
-DIFFERS = (
-    1 << 32
-)  # larger than any number of ranks; added to the number of reports for each state that differs
+# Added to the number of reports for each state that differs. It is larger than any number of ranks.
+DIFFERS = 1 << 32
 
 
 @dataclass(eq=False)

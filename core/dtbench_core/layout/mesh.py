@@ -148,9 +148,8 @@ def mesh_info(mesh: DeviceMesh) -> MeshInfo:
         info = by_value[mesh, groups] = MeshInfo(mesh, groups)
     key = id(mesh)
 
-    table = (
-        _tables().by_object
-    )  # a local variable, since at interpreter exit globals are deleted before the meshes
+    # A local variable, since at interpreter exit globals are deleted before the meshes.
+    table = _tables().by_object
 
     def forget(_: object) -> None:
         table.pop(key, None)

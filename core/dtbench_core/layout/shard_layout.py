@@ -145,9 +145,8 @@ def joined_layout(
         )
     shapes = _local_shapes(tuple(local.shape), (str(local.dtype), describe(placements)), info)
     shape = []
-    for dim in range(
-        local.ndim
-    ):  # add the lengths along the mesh dims that cut this dim, at coordinate 0 of the other mesh dims
+    for dim in range(local.ndim):
+        # Add the lengths along the mesh dims that cut this dim, at coordinate 0 of the other mesh dims.
         line = (
             local_shape
             for coordinate, local_shape in shapes.items()

@@ -179,9 +179,8 @@ class DTensorSpec:
     def replica_dims(self) -> frozenset[int]:
         """The mesh dims along which several ranks have the same part."""
         if self._equal_dims is None:
-            pairs = enumerate(
-                zip(self.info.groups, self.placements, strict=False)
-            )  # outside the mesh, no groups
+            # Outside the mesh there are no groups.
+            pairs = enumerate(zip(self.info.groups, self.placements, strict=False))
             self._equal_dims = frozenset(
                 d for d, (group, p) in pairs if group.size() > 1 and not isinstance(p, Shard)
             )

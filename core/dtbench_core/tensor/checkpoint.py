@@ -1,8 +1,8 @@
 """Saves and loads DTensors: pickle, torch.save and torch.distributed.checkpoint.
 
-A pickled DTensor has its rank's part, the mesh, the placements and the global metadata, and is loaded by the same rank
-of the same world. A checkpoint has blocks of the global tensor, so it can be loaded on another mesh or with other
-placements.
+A pickled DTensor contains its rank's part, the mesh, the placements and the global metadata. Only the same rank of
+the same world can load it. A checkpoint contains blocks of the global tensor, so it can be loaded on another mesh or
+with other placements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forget(tensor: Wrapper) -> None:
 
 
 def reduce(tensor: Wrapper, protocol: object) -> tuple[Any, ...]:
-    """Returns what `pickle` and `torch.save` keep of a DTensor: see `rebuild` and `rebuild_view`."""
+    """Returns the function (`rebuild` or `rebuild_view`) and arguments with which pickle makes the DTensor again."""
     spec = tensor._spec
     if (origin := reusable_origin(tensor)) is not None:
         offset = tensor._memory[1] - origin.owner._memory[1]  # type: ignore[index]
@@ -82,7 +82,7 @@ def rebuild_view(
     Args:
         local: the view's values, which share memory with `gathered`.
         gathered: the base's values with `gathered_placements`.
-        offset: where the view begins behind `owner`, in bytes of the global tensor.
+        offset: byte offset of the view from `owner`, in the global tensor.
     """
     spec = DTensorSpec.of(owner._spec.info, tuple(placements), shape, stride, local.dtype, order)
     return copied_view(
@@ -99,13 +99,13 @@ def rebuild(
     stride: Sequence[int],
     requires_grad: bool,
     attributes: dict[str, Any],
-    order: tuple[int, ...] | None = None,  # older files have none: row-major
+    order: tuple[int, ...] | None = None,  # older files lack it: row-major
 ) -> Wrapper:
     """Returns the DTensor that was pickled.
 
     Raises:
         MeshError: its mesh does not exist in this process.
-        LayoutError: the file has the part of another rank.
+        LayoutError: the file contains the part of another rank.
     """
     if not dist.is_initialized():
         raise MeshError(
@@ -127,7 +127,7 @@ def rebuild(
     if coordinate != info.coordinate or tuple(local.shape) != spec.local_shape:
         raise LayoutError(
             f"got the part {list(local.shape)} of {spec} on rank {dist.get_rank()}, expected "
-            f"{list(spec.local_shape)}: every rank loads the part that it saved itself"
+            f"{list(spec.local_shape)}: every rank must load the part that it saved"
         )
     tensor = wrap(cls, local, spec, requires_grad)
     tensor.__dict__.update(attributes)
@@ -147,9 +147,9 @@ class ShardBlock(NamedTuple):
     """A block of the global tensor on this rank.
 
     Attributes:
-        offset: its first element in the global tensor.
+        offset: index of its first element in the global tensor.
         shape: lengths of its dims.
-        local_offset: its first element in the local tensor.
+        local_offset: index of its first element in the local tensor.
     """
 
     offset: tuple[int, ...]
@@ -158,7 +158,7 @@ class ShardBlock(NamedTuple):
 
 
 def blocks(spec: DTensorSpec) -> list[ShardBlock]:
-    """Returns the blocks that make up this rank's part, without empty ones unless the global tensor is empty."""
+    """Returns the blocks that make up this rank's part. Empty blocks are left out unless the global tensor is empty."""
     info = spec.info
     if info.coordinate is None:
         return []
@@ -172,18 +172,18 @@ def blocks(spec: DTensorSpec) -> list[ShardBlock]:
 
 
 def create_write_items(tensor: Wrapper, name: str, object: Any) -> list[WriteItem]:
-    """Returns what torch.distributed.checkpoint saves of a DTensor on this rank.
+    """Returns the write items of torch.distributed.checkpoint for this rank's blocks.
 
-    Ranks with the same block give it the same name, and it is written once.
+    Ranks that have the same block give it the same name, so that it is written once.
     """
     return write_items(name, create_chunk_list(tensor), tensor._local_tensor, tensor._spec.shape)
 
 
 def create_chunk_list(tensor: Wrapper) -> list[ChunkStorageMetadata]:
-    """Returns the blocks of this rank in the form of torch.distributed.checkpoint.
+    """Returns this rank's blocks as chunks of torch.distributed.checkpoint.
 
     Raises:
-        PlacementError: a Partial, as ranks have terms and no values to save.
+        PlacementError: a Partial, since its ranks have terms and not the values.
         LayoutError: a shard of a `LocalShardsWrapper` exceeds the tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

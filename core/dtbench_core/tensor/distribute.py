@@ -37,16 +37,17 @@ def distribute_tensor(
     """Distributes a global tensor over the mesh. Every rank passes a tensor of the same shape.
 
     Args:
-        placements: one per mesh dim; all Replicate if not given. For Partial the first rank of the mesh dim has the
-            values and the others 0 for sum and bxor or 1 for product; for other reductions all ranks have the values.
-        src_data_rank: the rank, within each mesh dim, whose values are used. None: every rank cuts its part from its
-            own copy and nothing is sent.
+        placements: one per mesh dim; all Replicate if not given. For a Partial of sum, product or bxor, the first rank
+            of the mesh dim gets the values. The other ranks get 0, or 1 for product. For other reductions all ranks get
+            the values.
+        src_data_rank: index, within each mesh dim, of the rank whose values are used. None: every rank cuts its part
+            from `tensor`, and nothing is sent.
 
     Returns:
         A leaf DTensor that requires grad if `tensor` does.
 
     Raises:
-        ArgumentError: a tensor that is no leaf or is in a transform of torch.func; a DTensor with other placements.
+        ArgumentError: the tensor is no leaf, or a transform of torch.func runs, or it is a DTensor with another layout.
     """
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentTypeError(f"distribute_tensor got {type(tensor).__name__}, expected a torch.Tensor")
@@ -64,7 +65,7 @@ def distribute_tensor(
     if is_torchs_dtensor(tensor) or not tensor.is_leaf:
         raise _refusal(tensor)
     local = tensor.detach()
-    if local.is_neg() or local.is_conj():  # its memory has other values than the tensor
+    if local.is_neg() or local.is_conj():  # its memory does not contain the values of the tensor
         local = local.resolve_conj().resolve_neg()
     if local.device.type not in (info.device_type, "meta"):
         local = local.to(info.device_type)
@@ -97,7 +98,7 @@ def _refusal(tensor: torch.Tensor) -> ArgumentError:
 
 
 def _sent(full: torch.Tensor, info: MeshInfo, placements: Placements, src: int) -> torch.Tensor:
-    """Returns this rank's contiguous part of rank `src`'s tensor, sent along each mesh dim, outermost first."""
+    """Returns this rank's contiguous part of rank `src`'s tensor. It is sent along each mesh dim, outermost first."""
     local = full
     for mesh_dim, placement in enumerate(placements):
         group, index, parts = info.groups[mesh_dim], info.my_coordinate()[mesh_dim], info.sizes[mesh_dim]
@@ -112,7 +113,7 @@ def _sent(full: torch.Tensor, info: MeshInfo, placements: Placements, src: int) 
 
 
 def _scattered(parts: Sequence[torch.Tensor], dim: int, group: Any, index: int, src: int) -> torch.Tensor:
-    """Returns part `index` of the source rank's parts. They are padded, as a scatter needs equal shapes."""
+    """Returns part `index` of the source rank's parts. Parts are sent padded, since a scatter needs equal shapes."""
     lengths = [part.size(dim) for part in parts]
     max_length = max(lengths)
     shape = (*parts[0].shape[:dim], max_length, *parts[0].shape[dim + 1 :])
@@ -134,12 +135,12 @@ def distribute_module(
     """Makes a module's parameters and buffers DTensors, in place, and converts its inputs and outputs.
 
     Args:
-        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule; replaces its parameters.
-            Parameters and buffers that it leaves plain are replicated.
-        input_fn: called with (module, inputs, mesh), or (inputs, mesh) if it takes two arguments, before forward;
-            its result replaces the inputs.
-        output_fn: called with (module, outputs, mesh), or (outputs, mesh), after forward; its result replaces the
-            outputs.
+        partition_fn: called with (fully qualified name, submodule, mesh) for every submodule, to replace parameters.
+            Parameters and buffers that are still plain afterwards are replicated.
+        input_fn: called before forward with (module, inputs, mesh), or (inputs, mesh) if it takes two arguments. The
+            result replaces the inputs.
+        output_fn: called after forward with (module, outputs, mesh), or (outputs, mesh) if it takes two arguments. The
+            result replaces the outputs.
 
     Returns:
         The same module.
@@ -173,7 +174,7 @@ def _convert_outputs(convert: Call, mesh: DeviceMesh, module: nn.Module, inputs:
 
 
 def without_module(function: Call, module: nn.Module, values: Any, mesh: DeviceMesh) -> Any:
-    """Calls `function(values, mesh)`; used as a function of (module, values, mesh)."""
+    """Calls `function(values, mesh)`. With `partial`, it makes a function of (module, values, mesh)."""
     return function(values, mesh)
 
 

@@ -1,8 +1,8 @@
 """DTensor: a tensor that is distributed over a device mesh and used like a single tensor.
 
-`from_local` makes a DTensor from local tensors; distribute.py and factories.py have the other ways. `to_local` and
-`full_tensor` return plain tensors, `redistribute` changes placements. dispatch/entry.py runs ops. The signatures are
-those of torch.distributed.tensor.
+`from_local` makes a DTensor from local tensors; distribute.py and factories.py contain the other functions that make
+DTensors. `to_local` and `full_tensor` return plain tensors, and `redistribute` changes placements. dispatch/entry.py
+runs ops. The signatures are those of torch.distributed.tensor.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ from dtbench_core.torch_compat import (
 
 @direct_methods
 class DTensor(Wrapper):
-    """A global tensor of which every rank has the part that its placements say.
+    """A global tensor of which every rank has a part, given by the placements.
 
-    Shape, stride and dtype are the global ones; `placements` has one entry per mesh dim. Autograd treats it as any
-    tensor; its gradient is a DTensor, too.
+    Shape, stride and dtype are those of the global tensor; `placements` has one entry per mesh dim. Autograd treats it
+    like any tensor, and its gradient is a DTensor.
     """
 
-    # Without __slots__: an asynchronous checkpoint copies the attributes in `__slots__`, which must be the wrapper's.
+    # Without __slots__: an asynchronous checkpoint copies the attributes in `__slots__`, so they must be Wrapper's.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise ArgumentTypeError(
@@ -103,7 +103,7 @@ class DTensor(Wrapper):
 
     __torch_dispatch__ = classmethod(dispatch.torch_dispatch)  # type: ignore[assignment]
 
-    # Properties, as torch's getters would call __torch_function__ first.
+    # Defined here, since torch's getters would call __torch_function__ first.
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self._spec.shape
@@ -119,7 +119,7 @@ class DTensor(Wrapper):
     is_sparse = False
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Implements Tensor.to. Returns at once for the tensor's own device, since clipping calls it for every norm."""
+        """Implements Tensor.to. Returns at once for the same device, since clipping calls it for every norm."""
         if len(args) == 1 and not kwargs and args[0].__class__ is torch.device and args[0] == self.device:
             return self
         return super().to(*args, **kwargs)
@@ -135,7 +135,7 @@ class DTensor(Wrapper):
     @property
     def data(self) -> DTensor:
         """The same values outside autograd, sharing memory. May be assigned another DTensor."""
-        if is_copied(self):  # its state depends on the shared count of writes
+        if is_copied(self):  # a copied view needs the version counter that it shares with its base
             return self.detach()  # type: ignore[return-value]
         return data_of(self)
 
@@ -191,7 +191,8 @@ class DTensor(Wrapper):
             tensor._memory = (in_graphs.memory_of_input(local, spec), 0)
         return tensor
 
-    # AOTAutograd traces a backward pass for gradients with these placements; at run time gradients are redistributed.
+    # AOTAutograd traces a backward pass for gradients with these placements. At run time, gradients are redistributed
+    # to them.
     def __coerce_tangent_metadata__(self) -> DTensor:
         return self.redistribute(placements=placements_of_gradient(self._spec.placements))
 
@@ -219,7 +220,10 @@ class DTensor(Wrapper):
     # ---- values for Python and NumPy ----
 
     def __format__(self, spec: str) -> str:
-        """Formats a scalar with a format as its number. Every rank must then call it, as for `item`."""
+        """Formats a 0-dim tensor with a format spec as its Python number.
+
+        This calls `item()`, so every rank must call it.
+        """
         return format(self.item(), spec) if spec and self._spec.ndim == 0 else super().__format__(spec)
 
     def tolist(self) -> Any:
@@ -243,7 +247,7 @@ class DTensor(Wrapper):
 
     @property
     def _is_flat_param(self) -> bool:
-        """Raises, as torch's FullyShardedDataParallel reads this of every parameter and would treat it as plain."""
+        """Raises. torch's FullyShardedDataParallel reads this attribute and would treat the parameter as plain."""
         raise ArgumentTypeError(
             f"FullyShardedDataParallel got the parameter {self._spec}, expected plain tensors: use "
             "dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
@@ -251,13 +255,13 @@ class DTensor(Wrapper):
 
     @property
     def fsdp_pre_all_gather(self) -> Any:
-        """Raises, as torch's fully_shard reads this of parameters of unknown classes."""
+        """Raises. torch's fully_shard reads this attribute of parameters whose class it does not know."""
         raise ArgumentTypeError(
             f"fully_shard got the parameter {self._spec}, expected plain tensors or torch's own DTensors: shard it "
             "over the other mesh dim with dtbench_core.parallel.shard_parameters(module, mesh, mesh_dim)"
         )
 
-    _fsdp_orig_uid = fsdp_pre_all_gather  # read before anything is sent
+    _fsdp_orig_uid = fsdp_pre_all_gather  # fully_shard reads this before it sends anything
 
     @staticmethod
     def from_local(
@@ -275,15 +279,16 @@ class DTensor(Wrapper):
         Args:
             local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` returns.
             placements: one per mesh dim; all Replicate if not given.
-            run_check: compare metadata over the mesh, and the offsets of shards; give replicas the first rank's values.
-            shape, stride: those of the global tensor, given together. Without them all ranks must have the same local
-                shape. With them shards may have any lengths, which the ranks gather (a small all-gather per mesh dim).
-                Where they differ from torch.chunk's, the placement becomes a RaggedShard, except in a graph.
-            grad_placements: placements of the gradient before its local part is passed on; the default is `placements`
-                with Replicate for Partial.
+            run_check: compare metadata and offsets of shards between all ranks; give replicas the first rank's values.
+            shape, stride: those of the global tensor, given together. Without them, all ranks must have the same local
+                shape. With them, shards may have any lengths. The ranks gather the lengths, with a small all-gather
+                per mesh dim. If lengths differ from torch.chunk's, the placement becomes a RaggedShard, except in a
+                graph.
+            grad_placements: placements that the gradient is redistributed to before its local part is returned. The
+                default is `placements` with Replicate for Partial.
 
         Returns:
-            A DTensor; on a rank outside the mesh an empty one, whatever was passed.
+            A DTensor. On a rank outside the mesh it is empty, whatever was passed.
 
         Raises:
             LayoutError: local shapes that do not make up the global one, or (with run_check) differ between ranks.
@@ -322,8 +327,8 @@ class DTensor(Wrapper):
         """Returns this rank's part, sharing memory. Differentiable.
 
         Args:
-            grad_placements: placements of the global gradient that the ranks' local gradients make up; the default is
-                the tensor's placements, with Replicate for Partial.
+            grad_placements: placements with which the ranks' local gradients make up the global gradient. The default
+                is the tensor's placements, with Replicate for Partial.
         """
         if is_dynamo_compiling():
             return _to_local(self, grad_placements=grad_placements)
@@ -347,7 +352,7 @@ class DTensor(Wrapper):
         """Returns the tensor with other placements, or itself if it has them. Differentiable.
 
         Args:
-            device_mesh: the tensor's own; may be omitted.
+            device_mesh: the tensor's mesh; may be omitted.
             placements: one per mesh dim; all Replicate if not given.
             async_op: accepted for compatibility, with a warning: the result is complete on return.
             forward_dtype, backward_dtype: dtypes to cast to before sending, forward and backward.
@@ -371,9 +376,9 @@ class DTensor(Wrapper):
         ):
             raise CrossMeshError(
                 f"redistribute got {mesh_info(device_mesh)} for a tensor on {spec.info}, expected the same mesh: "
-                "full_tensor() and distribute_tensor() move between meshes"
+                "call full_tensor() and then distribute_tensor() to change the mesh"
             )
-        try:  # what `request` finds, without a call
+        try:  # the cached answer of `requested_route`, without the call
             route = requested_routes[spec, None if placements is None else tuple(placements)]
         except (KeyError, TypeError):
             route = requested_route(spec, placements)
@@ -383,7 +388,7 @@ class DTensor(Wrapper):
             and backward_dtype is None
             and not is_copied(self)
         ):
-            return self  # as `to` does, so that a write to the one is a write to the other
+            return self  # as `to` does: a write to the result is a write to the tensor
         moved: Any
         if (torch.is_grad_enabled() and any_requires_grad(self)) or forward_ad._current_level >= 0:
             moved = Redistribute.apply(self, route, forward_dtype, backward_dtype)
@@ -394,7 +399,7 @@ class DTensor(Wrapper):
         return moved  # type: ignore[no-any-return]
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """Returns the global tensor on every rank. Differentiable; `grad_placements` as in `to_local`."""
+        """Returns the global tensor on every rank. Differentiable. `grad_placements` is the same as in `to_local`."""
         if is_dynamo_compiling():
             return _full_tensor(self, grad_placements=grad_placements)
         compare_move("full_tensor", self)
@@ -408,8 +413,7 @@ class DTensor(Wrapper):
         return _global(self, route)
 
 
-# Dynamo would trace these methods of a tensor subclass, but puts functions that are allowed in a graph into it as
-# calls.
+# Registered as single calls in a graph; otherwise Dynamo would trace into these methods.
 in_graph(DTensor.from_local)
 _to_local, _full_tensor = in_graph(DTensor.to_local), in_graph(DTensor.full_tensor)
 _redistribute = in_graph(DTensor.redistribute)
@@ -434,7 +438,7 @@ def _check_arguments(
 
 
 def local_to_overwrite(tensor: DTensor) -> torch.Tensor:
-    """Returns `tensor.to_local()` of a tensor that is not used again. In-place ops may write to the result."""
+    """Returns `tensor.to_local()` for a tensor that is not used again. In-place ops may write to the result."""
     if torch.is_grad_enabled() and any_requires_grad(tensor):
         local: torch.Tensor = ToLocal.apply(tensor, None, True)
         return local
@@ -462,20 +466,19 @@ def _gradient(local: torch.Tensor, info: MeshInfo, placements: Placements, shape
     spec = DTensorSpec.of(info, placements, shape, contiguous_stride(shape), local.dtype)
     if torch.is_grad_enabled() or info.coordinate is None or tuple(local.shape) != spec.local_shape:
         return wrapped(local, spec)
-    return wrap(DTensor, local, spec)  # passed on by the engine, and not written to
+    return wrap(DTensor, local, spec)  # autograd passes it on and does not write to it
 
 
 def _global(tensor: DTensor, route: Route) -> torch.Tensor:
-    """Returns the global tensor, outside autograd. `route` leads to Replicate."""
+    """Returns the global tensor, outside autograd. `route`: route from the tensor's placements to Replicate."""
     if route:
         return run_route(tensor._local_tensor, route)
-    return plain_part(
-        tensor._local_tensor, tensor._spec
-    ).clone()  # like a gathered tensor it must own its memory
+    # The result must own its memory, like a gathered tensor.
+    return plain_part(tensor._local_tensor, tensor._spec).clone()
 
 
 def _local_alias(tensor: DTensor, *, view: bool = False) -> torch.Tensor:
-    """Returns another object for the local tensor, which shares memory and torch's count of writes with `tensor`."""
+    """Returns another tensor object for the local tensor. It shares memory and the version counter with `tensor`."""
     local = tensor._local_tensor  # gathers a stale copied view again
     if lacks_version_counter(local):
         local = _detached(local)
@@ -495,7 +498,7 @@ def _from_alias(local: torch.Tensor, spec: DTensorSpec, *, view: bool = False) -
 
 
 def lacks_version_counter(local: torch.Tensor) -> bool:
-    """Whether torch does not count writes to `local`, as under modes and transforms of torch.func."""
+    """Whether no version counter counts writes to `local`, as under modes and transforms of torch.func."""
     return (
         local.__class__ is not torch.Tensor
         or dispatch_modes_active() > 0
@@ -505,7 +508,7 @@ def lacks_version_counter(local: torch.Tensor) -> bool:
 
 
 def _detached(local: torch.Tensor) -> torch.Tensor:
-    """Returns another tensor object on the same memory, so that autograd marks only one of them."""
+    """Returns another tensor object on the same memory, so that autograd metadata is set on only one of them."""
     if holds_shards(local):  # `to_local` returns the same object
         return local
     try:
@@ -515,7 +518,7 @@ def _detached(local: torch.Tensor) -> torch.Tensor:
 
 
 class CopiedDTensorView(CopiedView, DTensor):  # type: ignore[misc]
-    """A view of a DTensor that had to be copied, and is read and written as a view (redistribute/copied_view.py)."""
+    """A copied view of a DTensor (redistribute/copied_view.py)."""
 
     viewed = DTensor
 
@@ -532,14 +535,15 @@ class FromLocal(AutogradFunction):
     ) -> DTensor:
         ctx.spec, ctx.local_shape = spec, local.shape
         ctx.grad_placements = grad_placements or placements_of_gradient(spec.placements)
-        # Plain torch refuses writes to a leaf. Autograd does so here, too, since it treats the result as a view of it.
+        # Plain torch refuses in-place writes to a leaf. They raise here, too: for a leaf, autograd treats the result
+        # as a view of it.
         owner = local if local._base is None else local._base
         ctx.of_leaf = owner.is_leaf and owner.requires_grad
         return _from_alias(local, spec, view=ctx.of_leaf)
 
     @staticmethod
     def backward(ctx: Ctx, grad: DTensor) -> tuple[torch.Tensor, None, None]:
-        # A tensor that was passed on a rank outside the mesh has no gradient. Plain zeros come from autograd itself.
+        # The argument has no gradient on a rank outside the mesh. If `grad` is plain, it is autograd's zeros.
         if ctx.spec.info.coordinate is None or not isinstance(grad, DTensor):
             return torch.zeros(ctx.local_shape, dtype=grad.dtype, device=grad.device), None, None
         if torch.is_grad_enabled():  # for double backward, with a graph
@@ -551,14 +555,14 @@ class FromLocal(AutogradFunction):
                 local = local / parts  # each of the `parts` terms contributes 1 / parts to the mean
             elif isinstance(placement, Partial) and placement.reduce_op != "sum":
                 raise PlacementError(
-                    f"got a gradient of from_local with {placement}, for which it is not known which rank's term was "
+                    f"got a gradient of from_local with {placement}, for which it is unknown which rank's term was "
                     "chosen; expected Partial of sum or avg: reduce the local tensors before wrapping them"
                 )
         return local, None, None
 
     @staticmethod
     def jvp(ctx: Ctx, tangent: torch.Tensor, *_: object) -> DTensor:
-        return _from_alias(tangent, ctx.spec, view=ctx.of_leaf)  # a view if the value is one
+        return _from_alias(tangent, ctx.spec, view=ctx.of_leaf)  # a view in the same cases as in `forward`
 
 
 class ToLocal(AutogradFunction):
@@ -568,9 +572,10 @@ class ToLocal(AutogradFunction):
     def forward(
         ctx: Ctx, tensor: DTensor, grad_placements: Placements | None, writable: bool
     ) -> torch.Tensor:
-        ctx.arguments = tensor._spec, grad_placements, writable  # a single attribute, since each takes 0.2 us
-        # A view made inside an autograd function refuses writes. A write would change `tensor`, but not the gradients
-        # of what is computed from it.
+        # A single attribute, since setting one takes 0.2 us.
+        ctx.arguments = tensor._spec, grad_placements, writable
+        # Writes to a view that was made inside an autograd function raise. Such a write would change `tensor`, but not
+        # the gradients of results computed from `tensor`.
         return _local_alias(tensor, view=not writable)
 
     @staticmethod
@@ -585,7 +590,7 @@ class ToLocal(AutogradFunction):
 
 
 class FullTensor(AutogradFunction):
-    """Autograd function: DTensor -> global tensor; redistribute and to_local in one."""
+    """Autograd function: DTensor -> global tensor. Does the same as redistribute and to_local together."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: DTensor, route: Route, grad_placements: Placements | None) -> torch.Tensor:

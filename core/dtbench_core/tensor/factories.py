@@ -1,6 +1,6 @@
 """Factories of DTensors: ones, zeros, empty, full, rand, randn, linspace and logspace.
 
-Each rank makes its own part; nothing is sent. `rand` and `randn` give the numbers of torch on one device (see
+Each rank makes its part; nothing is sent. `rand` and `randn` return the same numbers as torch on one device (see
 layout/random.py).
 """
 
@@ -36,11 +36,11 @@ def ones(
     """Returns a DTensor of ones.
 
     Args:
-        size: the global shape, as `ones(2, 3)` or `ones((2, 3))`.
+        size: the global shape: `ones(2, 3)` or `ones((2, 3))`.
         dtype: torch's default dtype when not given.
         layout: only torch.strided.
         requires_grad: whether autograd records ops on it.
-        device_mesh: its mesh; that of the enclosing `with mesh:` if not given.
+        device_mesh: the mesh; if not given, the mesh of the enclosing `with mesh:`.
         placements: one per mesh dim, Shard or Replicate; all Replicate if not given.
 
     Raises:
@@ -61,7 +61,7 @@ def full(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Returns a DTensor filled with `fill_value`, whose type decides the dtype if none is given, as in torch.full.
+    """Returns a DTensor filled with `fill_value`. Without `dtype`, the type of `fill_value` decides, as in torch.full.
 
     `size` is a sequence or an int. Other arguments and errors are those of `ones`.
     """
@@ -83,8 +83,8 @@ def linspace(
 ) -> DTensor:
     """Returns a DTensor of shape (steps,), evenly spaced from `start` to `end`, bit for bit as torch.linspace.
 
-    `start` and `end` are numbers or tensors without dims. Each rank makes the global tensor and keeps its part, since a
-    part computed from its own ends would be rounded differently. Other arguments and errors are those of `ones`.
+    `start` and `end` are numbers or 0-dim tensors. Each rank makes the global tensor and keeps its part, since a part
+    computed alone would be rounded differently. Other arguments and errors are those of `ones`.
     """
     fill = functools.partial(torch.linspace, _number("linspace", start), _number("linspace", end))
     return _spaced(fill, "linspace", steps, dtype, layout, requires_grad, device_mesh, placements)
@@ -122,7 +122,7 @@ def _number(name: str, end: float | complex | torch.Tensor) -> float | complex:
 
 
 def _spaced(fill: Callable[..., torch.Tensor], name: str, steps: int, dtype: Any, *options: Any) -> DTensor:
-    """Returns a DTensor. fill: makes the global tensor from `steps`, `dtype` and `device`."""
+    """Returns a DTensor of `steps` elements. `fill` makes the global tensor from `steps`, `dtype` and `device`."""
     kind = dtype or fill(steps=0).dtype
     return _create(lambda size, **options: fill(steps=size[0], **options), name, ((steps,),), kind, *options)
 
@@ -131,7 +131,7 @@ def _like(model: Callable[P, DTensor], make: Callable[..., torch.Tensor], doc: s
     """Returns a factory with the parameters of `model` that fills the tensor with `make`."""
     name = make.__name__
 
-    @functools.wraps(model, assigned=())  # its parameters, for `inspect` and `help`
+    @functools.wraps(model, assigned=())  # the parameters of `model`, for `inspect` and `help`
     def factory(*size: Any, **options: Any) -> DTensor:
         return _create(make, name, size, **options)
 
@@ -144,17 +144,17 @@ zeros = _like(ones, torch.zeros, "Returns a DTensor of zeros.")
 empty = _like(
     ones,
     torch.empty,
-    "Returns a DTensor with undefined values, so that replicas may differ until it is written to.",
+    "Returns a DTensor with undefined values. Replicas may differ until the tensor is written to.",
 )
 rand = _like(
     ones,
     torch.rand,
-    "Returns a DTensor of uniform numbers in [0, 1), those of torch.rand on one device with the same seed.",
+    "Returns a DTensor of uniform numbers in [0, 1), the same as torch.rand on one device with the same seed.",
 )
 randn = _like(
     ones,
     torch.randn,
-    "Returns a DTensor of standard normal numbers, those of torch.randn on one device with the same seed.",
+    "Returns a DTensor of standard normal numbers, the same as torch.randn on one device with the same seed.",
 )
 
 
@@ -174,13 +174,13 @@ def _create(
             f"{name} got the size {shape}, expected ints >= 0: write {name}(2, 3, ...) or {name}((2, 3), ...)"
         )
     if layout is not torch.strided:
-        raise ArgumentError(f"{name} got layout={layout}, expected torch.strided: DTensors have no other")
+        raise ArgumentError(f"{name} got layout={layout}, expected torch.strided: DTensors support no other")
     info = mesh_info(mesh_or_current(device_mesh))
     placed = normalize(placements, len(shape), info, shape)
     if any(p.is_partial() for p in placed):
         raise PlacementError(
-            f"{name} got {describe(placed)}, expected Shard or Replicate: nothing says which terms the ranks "
-            "should hold; make the terms and wrap them with DTensor.from_local(term, mesh, [Partial()])"
+            f"{name} got {describe(placed)}, expected Shard or Replicate, since it is undefined which term each "
+            "rank gets: make the terms and wrap them with DTensor.from_local(term, mesh, [Partial()])"
         )
     spec = DTensorSpec.of(info, placed, shape, contiguous_stride(shape), dtype or torch.get_default_dtype())
 

@@ -1,4 +1,4 @@
-"""Methods of DTensor that compilers call: its inner tensors, a hash for caches, and marks of dynamic dims."""
+"""Methods of DTensor that compilers call: inner tensors, a hash for caches, and dims marked as dynamic."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Described: TypeAlias = tuple[DTensorSpec, bool, ReadOnlyReason | None]
 
 
 def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
-    """Returns (names of the inner tensors, what else `__tensor_unflatten__` needs).
+    """Returns (names of the inner tensors, other data that `__tensor_unflatten__` needs).
 
-    A graph that returns a copied view of an argument returns the argument's local tensor beside it, by which later
-    writes to the argument are noticed.
+    A graph that returns a copied view of an argument also returns the argument's local tensor, so that later writes to
+    the argument can be noticed.
     """
     reason, local = tensor._read_only_reason, stored_local(tensor)
     if SharedResults.exist and local.__class__ is torch.Tensor:  # called by Dynamo's guards before each call
@@ -55,16 +55,16 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
 
 
 def _as_result(tensor: Wrapper) -> ReadOnlyReason | None:
-    """Returns how a graph that is traced returns this tensor: None if a write to it later needs no refusal.
+    """Returns why later writes to this result of the traced graph must raise; None if they need not.
 
     Raises:
-        ArgumentError: a view of an argument to which autograd has recorded a write, which torch's tracer makes to a
-            clone.
+        ArgumentError: the tensor is a view of an argument with an in-place write in its autograd history. torch's
+            tracer would return a clone.
     """
     memory = None if tensor._memory is None else tensor._memory[0]
     of_argument = tensor._views_input
     if memory is None or (memory.of_input and not of_argument):
-        return tensor._read_only_reason  # itself an argument, or shares memory with nothing
+        return tensor._read_only_reason  # an argument itself, or no other tensor shares its memory
     if is_copied(tensor) and tensor._of_backward:  # type: ignore[attr-defined]
         return None
     if of_argument and not is_copied(tensor) and not memory.writes:
@@ -72,8 +72,8 @@ def _as_result(tensor: Wrapper) -> ReadOnlyReason | None:
     if of_argument and memory.in_history:
         raise ArgumentError(
             "got a compiled function that writes in-place to an argument, recorded by autograd, and returns a view of "
-            "it: the view would not show later writes to the argument; return a clone() of the view, take it outside "
-            "the function, or write under torch.no_grad()"
+            "it: later writes to the argument would not be visible in the view; return a clone() of the view, take "
+            "it outside the function, or write under torch.no_grad()"
         )
     if memory.results is None:
         if not of_argument:
@@ -98,7 +98,10 @@ def memory_of_input(local: torch.Tensor, spec: DTensorSpec) -> SharedMemory:
 
 
 def stable_hash(tensor: Wrapper) -> str:
-    """Returns all that a graph traced with this tensor depends on, including process groups and this library."""
+    """Returns a text of all that a graph traced with this tensor depends on.
+
+    It includes process groups and this library's source.
+    """
     spec, local = tensor._spec, tensor._local_tensor
     mesh = spec.info.mesh
     groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
@@ -121,8 +124,8 @@ def stable_hash(tensor: Wrapper) -> str:
 class MarkedDims(set[int]):
     """The set in which `torch._dynamo.mark_dynamic` stores dims of a DTensor. It stays empty.
 
-    The shards' sizes do not depend on the global size in a way that a compiler could express, so each size gets a graph
-    of its own. A mark is treated as `maybe_mark_dynamic`, which allows that.
+    Compilers cannot express how sizes of shards depend on the global size, so each size gets a separate graph.
+    A mark is treated like `maybe_mark_dynamic`, which allows that.
     """
 
     def __init__(self, tensor: Wrapper) -> None:
@@ -134,7 +137,7 @@ class MarkedDims(set[int]):
         if tensor is None:
             return
         for name in ("_dynamo_dynamic_indices", "_dynamo_dynamic_range", "_dynamo_hint_overrides"):
-            vars(stored_local(tensor)).pop(name, None)  # it dynamic_marks the local tensor first
+            vars(stored_local(tensor)).pop(name, None)  # `mark_dynamic` marks the local tensor first
         vars(tensor).get("_dynamo_hint_overrides", {}).clear()  # no other size is assumed
         torch._dynamo.maybe_mark_dynamic(tensor, index)
 

@@ -1,7 +1,7 @@
-"""Autograd history of a plain tensor whose DTensor, made by `from_local`, is written to.
+"""Updates the autograd history of a plain tensor after a write to the DTensor that `from_local` made of it.
 
-Both share memory, so the plain tensor has the new values. It must get the history of the write, too. If it is a leaf,
-the write is refused (FromLocal).
+Both tensors share memory, so the plain tensor has the new values. It must get the history of the write, too. If the
+plain tensor is a leaf, the write raises (see `FromLocal`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Window = tuple[Sequence[int], Sequence[int], int | torch.SymInt]
 
 
 class _SameHistory(torch.autograd.Function):
-    """Marks a tensor as written to with the values of `written`; its gradient goes to `written`."""
+    """Autograd function: (tensor, written) -> tensor, marked as overwritten by `written`, which gets its gradient."""
 
     @staticmethod
     def forward(ctx: Ctx, tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
@@ -30,11 +30,14 @@ class _SameHistory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros_like(grad), grad  # not None, which for a view would mean the gradient of its base
+        return torch.zeros_like(grad), grad  # not None: for a view, None would mean the gradient of its base
 
 
 def with_history_update(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
-    """Returns `tensor`, a DTensor of `local`, such that writes to it also update the history of `local`, no leaf."""
+    """Returns `tensor`, a DTensor of `local`, such that writes to it also update the autograd history of `local`.
+
+    `local` must not be a leaf.
+    """
     base = local._base
     window: _Window | None = None
     if base is not None and base.dtype == local.dtype:  # the base may outlive `local`
@@ -47,13 +50,13 @@ def with_history_update(tensor: Wrapped, local: torch.Tensor) -> Wrapped:
     return tensor
 
 
-def _update_history(lender: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
-    local = lender()
+def _update_history(plain: ReferenceType[torch.Tensor], window: _Window | None, written: Wrapper) -> None:
+    local = plain()
     if local is None or not torch.is_grad_enabled():
         return
     if window is not None:
         local = local.as_strided(*window)
     base = written if written._base is None else written._base
-    # The write was counted already; counting it again would invalidate tensors that the op saved.
+    # The write has already incremented the version. Another increment would invalidate tensors that the op saved.
     with keep_version(local):
         _SameHistory.apply(local, base.to_local())  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Tensor methods and attributes that go directly to torch, without `__torch_function__`.
+"""Tensor methods and attributes that call torch directly, without `__torch_function__`.
 
-Views must pass through torch, which tracks views and their versions. Calling `__torch_function__` first would cost a
-microsecond and change nothing. Torch function modes still see the call.
+View methods must call torch, since torch tracks views and their versions. Calling `__torch_function__` first would cost
+a microsecond and change nothing. Torch function modes still intercept the call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _accessor(name: str) -> property:
 
 
 def getitem(self: torch.Tensor, index: Any) -> Any:
-    """Implements `x[index]`: a view through torch directly, unless the index contains a tensor."""
+    """Implements `x[index]`. Calls torch directly if the index is made of ints, slices, None and `...`, for a view."""
     for item in index if index.__class__ is tuple else (index,):
         if item.__class__ not in _PLAIN_INDEX:
             return _getitem(self, index)
@@ -70,7 +70,7 @@ def getitem(self: torch.Tensor, index: Any) -> Any:
 
 
 def direct_methods(cls: type[Wrapped]) -> type[Wrapped]:
-    """Class decorator that gives `cls` these methods and attributes."""
+    """Class decorator that gives `cls` the methods and attributes of this module."""
     for name in METHODS:
         setattr(cls, name, _direct_method(name))
     for name in GETTERS:
