@@ -1,1 +1,1 @@
-"""Statistics and verdicts: comparison, the gate, ops right or wrong, published references."""
+"""Compares runs with each other and with published bandwidths."""

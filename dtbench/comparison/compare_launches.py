@@ -1,11 +1,11 @@
 """Compares the launches of one case on two sides, base and head.
 
-Almost all variance of a host latency lies between processes. A launch therefore counts as one observation, however many
-samples it holds: with one launch on each side, 32% of identical pairs differ by 5% in their means.
+Host latencies vary far more between processes than within one. A launch therefore counts as one observation, however
+many samples it has. With one launch on each side, 32% of identical pairs differ by 5% in their means.
 
 "slower" and "faster" need five launches on each side, the fewest for which the exact rank test can reach p < .01
 (1/252). Fewer launches suffice if the two sides differ by more than launches of one build ever did. "same" needs an
-interval that shows it.
+interval that lies within 5% of no change.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from dtbench.stats import (
 )
 
 MIN_LAUNCHES = 5
-# Per case and side. The test looks at all pairs of launches, so a hundred thousand launches would never finish.
+# Most launches per case and side that are compared. The test uses all pairs of launches, so very many would take hours.
 MAX_LAUNCHES = 500
 SAME_WITHIN = 0.05
 SAME_CONFIDENCE = 0.95
@@ -36,11 +36,11 @@ def compare_launches(base: Sequence[float], head: Sequence[float]) -> tuple[Verd
     """Compares the estimates of all launches, in seconds.
 
     Returns:
-        The verdict; its reason, where the verdict needs one; and the change with its interval and p values. There is no
-        change if a launch measured 0 s.
+        (verdict, reason, change). The reason is "" if the verdict needs none. The change has an interval and p values;
+        it is None if a launch measured 0 s.
     """
     if min(*base, *head) <= 0:
-        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below what the clock resolves", None
+        return Verdict.INCONCLUSIVE, "a launch measured 0 s: below the resolution of the clock", None
     base, head = base[:MAX_LAUNCHES], head[:MAX_LAUNCHES]
     estimate = hodges_lehmann_ratio(base, head)
     test = rank_test(base, head)

@@ -1,6 +1,6 @@
 """Compares the bandwidths of a run at large sizes with published measurements of similar systems.
 
-The table of public systems, results/reference/systems.json, has the published times per system and collective.
+The table results/reference/systems.json has the published times of each public system and collective.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal, get_args
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dtbench.errors import (
@@ -36,12 +36,13 @@ TABLE = Path(__file__).with_name("reference_systems.json")  # a symbolic link; a
 # Largest ratio of two published sizes between which the time is interpolated.
 _MAX_GAP = 4.0
 
-# A run is low below this share of the slowest source. If the slowest source is itself below this share of the fastest,
-# bandwidths between the two get no verdict. On one host, sources for one GPU differ by at most 12% from 64 MiB on
+# A run is called low if its bandwidth is below this fraction of the slowest published source. If that source is itself
+# below this fraction of the fastest, bandwidths between the two get no verdict.
+# On one host, sources for one GPU differ by at most 12% from 64 MiB on
 # (all_to_all of 8 A100), and by 70% at 1 MiB. On two hosts, whose networks differ, they differ by a factor of 4 (A100)
 # and 2 (H100): results/reference/README.md.
 LOW = 0.85
-# Smallest size in bytes that gets a verdict.
+# Smallest message size with a verdict, bytes.
 MIN_SIZE = 64 * 2**20
 
 # A run is probably the published log itself if its ratios are 1 within this tolerance at this many sizes or more: two
@@ -161,7 +162,7 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
         mesh_dim: mesh dim of the run.
         collectives: collectives with this verdict.
         ratios: (lowest, highest) ratio of the run's bandwidth to the median of the sources, at `sizes`.
-        beside: kind of system, or the named system, that the run is compared with.
+        compared_with: kind of system, or the named system, that the run is compared with.
         sizes: message sizes to which the verdict applies, as text.
         sources: number of public systems.
     """
@@ -170,7 +171,7 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
     mesh_dim: str
     collectives: tuple[str, ...]
     ratios: tuple[float, float]
-    beside: str
+    compared_with: str = field(name="beside")
     sizes: str
     sources: int
 
@@ -181,7 +182,7 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
         doubt = ", whose network or PCIe may differ" if self.sources == 1 else ", which disagree"
         reason = doubt if self.verdict == "cannot tell" else ""
         return (
-            f"{self.verdict}: {ratios} of {self.beside} at {self.sizes}, {sources}{reason} "
+            f"{self.verdict}: {ratios} of {self.compared_with} at {self.sizes}, {sources}{reason} "
             f"({', '.join(self.collectives)} of dim {self.mesh_dim})"
         )
 
@@ -193,7 +194,7 @@ class ReferenceComparison(Struct, frozen=True, kw_only=True):
         kind: identifies the JSON.
         exit_code: 1 if a bandwidth is low, 3 if no verdict is possible, 4 if there is nothing to compare with, else 0.
         verdicts: the verdicts, the worst first.
-        notes: what has no verdict and why.
+        notes: reasons why mesh dims have no verdict, and other caveats.
         systems: the public systems in `rows`.
         rows: all comparisons.
     """
@@ -212,7 +213,9 @@ def compare_with_reference(
     """Compares the run's collectives with the public systems that have the same GPU, ranks and hosts per group.
 
     Args:
-        named: name of a system to compare with instead, whatever its kind.
+        run: the run.
+        systems: the public systems.
+        named: name of a system to compare with instead, even if its GPU, ranks or hosts differ.
 
     Raises:
         UsageError: there is no system of that name.
@@ -260,7 +263,10 @@ def compare_with_reference(
 
 
 def find_systems(systems: Sequence[System], named: str) -> list[System]:
-    """Returns the system with this name, else those that contain all words of the name (8xH100), else its letters.
+    """Returns the public systems that match a name.
+
+    That is the system with exactly this name. Otherwise those whose names contain all words of it (8xH100), otherwise
+    those whose names contain it as a substring.
 
     Raises:
         UsageError: there is no such system.
@@ -284,7 +290,7 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
     measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
     for name, size in zip(mesh.dim_names, mesh.shape, strict=True):
         if name in measured and size > 1:
-            # If groups differ, the one on most hosts counts, since it is the slowest.
+            # If groups span different numbers of hosts, the largest counts, since that group is the slowest.
             spans = hosts.get(name)
             yield name, size, spans[1] if spans else None
 
@@ -362,12 +368,12 @@ def _reference_mode(results: Sequence[Result]) -> list[Result]:
 def verdicts_of(
     rows: Sequence[ReferenceRow], compared_with: str, one_is_enough: bool
 ) -> Iterator[ReferenceVerdict]:
-    """Yields the verdicts on the collectives of one mesh dim; collectives with equal verdicts share one.
+    """Yields the verdicts on the collectives of one mesh dim. Collectives with equal verdicts are merged into one.
 
     Args:
         rows: comparisons at `MIN_SIZE` and above.
         compared_with: kind of system, or the named system.
-        one_is_enough: whether a single source suffices even if systems of its kind vary.
+        one_is_enough: whether a single source suffices for "low" even if systems of its kind vary.
     """
     verdicts = sorted(
         (
@@ -424,7 +430,7 @@ def _verdict_on_collective(
             min(ratios[size] for size in decisive),
             max(ratios[size] for size in decisive),
         ),
-        beside=compared_with,
+        compared_with=compared_with,
         sizes=sizes,
         sources=len({row.system for row in rows if row.size_bytes in decisive}),
     )

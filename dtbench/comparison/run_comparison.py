@@ -1,7 +1,7 @@
 """Compares two sides of runs, base and head, and shows the verdicts as terminal tables, strict JSON, or HTML.
 
-A change that plain torch shares with the other implementations is no change of the code: the machine drifted. Such a
-change gets the verdict "inconclusive". See `compare_launches` for the statistics of one case.
+If plain torch changed as much as the other implementations, the machine has drifted rather than the code. Such a change
+gets the verdict "inconclusive". See `compare_launches` for the statistics of one case.
 """
 
 import contextlib
@@ -146,7 +146,7 @@ def print_comparison(comparison: Comparison, as_json: bool = False) -> None:
 
 
 def _rows_by_suite(comparison: Comparison) -> dict[str, list[ComparedCase]]:
-    """Groups the rows by suite, in the order of the base's file or, if there are verdicts, the gravest first."""
+    """Groups the rows by suite. Their order is that of the base's file or, if verdicts are shown, gravest first."""
     by_suite = group_by(() if comparison.nothing_shared else comparison.rows, lambda row: row.suite)
     if comparison.has_single_launches and not comparison.has_changes:
         return by_suite
@@ -227,7 +227,7 @@ def _p(effect: Change | None) -> str:
 def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
     """Compares every case and implementation of either side.
 
-    All launches of all runs of a side count as launches of that side.
+    A side may have several runs. The launches of all of them count as launches of that side.
     """
     base_cases, head_cases = map(_results_by_case, (base, head))
     cases = {key: (base_cases.get(key, []), head_cases.get(key, [])) for key in base_cases | head_cases}
@@ -271,7 +271,7 @@ def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
 
 
 def _results_by_case(side: Sequence[Run]) -> dict[CaseKey, list[Result]]:
-    """Groups the results of one side, each of them once even if its run is given twice."""
+    """Groups the results of one side by case. A run that is given twice counts once."""
     results = {(run.header.run_id, result.key): result for run in side for result in run.results}
     return group_by(results.values(), lambda result: result.case_key)
 
@@ -371,8 +371,8 @@ def _discount_drift(
 ) -> ComparedCase:
     """Turns slower and faster into inconclusive if plain torch changed by as much.
 
-    Plain torch is looked up in the same case, then in the suite. For a suite without plain torch, the drifts of the
-    other suites of the run count.
+    The change of plain torch is taken from the same case and from the suite. For a suite without plain torch, the
+    drifts of the other suites of the run are used.
     """
     if row.verdict not in (Verdict.SLOWER, Verdict.FASTER):
         return row
@@ -418,7 +418,7 @@ def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase
 
 
 def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
-    """Describes how the machines of the two sides differ in known facts; "" if they do not."""
+    """Describes how the machines of the two sides differ; "" if they agree in all facts that every run records."""
     differences = [
         f"{name} {sides}"
         for name, sides, is_recorded in _differing_facts(base, head, _machine_facts)
@@ -430,7 +430,7 @@ def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
 def _differing_facts(
     base: Sequence[Run], head: Sequence[Run], facts_of: Callable[[Header], dict[str, str]]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Yields facts that differ between any two runs: name, the values of both sides, whether every run records it."""
+    """Yields each fact that differs between any two runs: name, values of both sides, whether all runs record it."""
     sides = [[facts_of(run.header) for run in side] for side in (base, head)]
     for name in dict.fromkeys(name for side in sides for facts in side for name in facts):
         base_values, head_values = (frozenset(facts[name] for facts in side) for side in sides)
@@ -448,7 +448,7 @@ def _listed(facts: frozenset[str]) -> str:
 
 
 def _machine_facts(header: Header) -> dict[str, str]:
-    """Returns the facts besides the code on which times depend, by name; "" for a fact that is not recorded."""
+    """Returns name -> value of the facts about a machine that affect times; "" for a fact that is not recorded."""
     cpu, gpus = header.machine.cpu, header.machine.gpus
     facts: dict[str, Iterable[object]] = {
         "CPU": [cpu.model],
@@ -466,7 +466,7 @@ def _machine_facts(header: Header) -> dict[str, str]:
 
 
 def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
-    """Returns the settings that should agree on both sides: otherwise they may be the cause of a difference."""
+    """Returns title -> value of settings. If they differ between the sides, they may explain a change."""
     cpu, mesh, versions, dtypes = (
         header.machine.cpu,
         header.mesh,

@@ -1,4 +1,4 @@
-"""Suites as pytest-benchmark tests: one test per case and impl.
+"""A pytest plugin that runs suites as pytest-benchmark tests: one test per case and impl.
 
 Collects the module-level suites of files named on the command line. Suites of test files, and of files found in
 folders, are collected if `dtbench_files` in pytest's configuration matches them.
@@ -6,8 +6,9 @@ folders, are collected if `dtbench_files` in pytest's configuration matches them
     pytest my_suite.py                                        in this process
     torchrun --nproc-per-node 4 -m pytest my_suite.py         on 4 ranks
 
-Cases and ranks are those of `dtbench run`; sampling and files are pytest-benchmark's. The fixture `dtbench_run` times
-functions in tests. Every pytest loads this plugin, so slow modules are imported only for a suite or the fixture.
+Cases and ranks are the same as in `dtbench run`. pytest-benchmark determines the rounds and writes the files. The
+fixture `dtbench_run` times functions in tests. Every pytest session loads this plugin, so slow modules are imported
+only for a suite or the fixture.
 """
 
 from __future__ import annotations
@@ -28,13 +29,18 @@ if TYPE_CHECKING:
     from dtbench.suite.registry import Suite
 
 _Holder = pytest.Module | pytest.Class
-# The kind of world that an item of a suite needs.
+# On a test item of a suite: "ranks" or "simulated".
 _WORLD: pytest.StashKey[str] = pytest.StashKey()
+# On the config: lines with the times of the fixture, for the end of the session.
 _TIMED: pytest.StashKey[list[str]] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addini("dtbench_files", "Files whose suites are tests, unless named: glob patterns.", "linelist")
+    parser.addini(
+        "dtbench_files",
+        "Glob patterns of files whose suites are collected even if the file is not named on the command line.",
+        "linelist",
+    )
     group = parser.getgroup("dtbench", "options of suites, like those of `dtbench run`")
     group.addoption("--dtbench-quick", action="store_true", help="Fewer cases, sizes and rounds.")
     group.addoption("--dtbench-mesh", metavar="DIMS", help="Mesh dims, outermost first: dp=2,tp=2.")
@@ -64,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Silences the other ranks early if files of suites are named."""
+    """Silences all ranks but rank 0 early if the command line names files with suites."""
     if any(b"dtbench.suite" in path.read_bytes() for path in _named_files(session.config)):
         silence_other_ranks(session.config)
 
@@ -86,7 +92,7 @@ def silence_other_ranks(config: pytest.Config) -> None:
 
 
 class _OtherRank:
-    """Reports failures of a silent rank, which rank 0 may not have."""
+    """Reports failures of a silenced rank, since rank 0 may not fail in the same test."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -97,7 +103,7 @@ class _OtherRank:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Lets a file of suites import modules of its folder, after pytest's own import paths."""
+    """Appends the folder of a file with suites to sys.path, so that the file can import modules beside it."""
     if _holds_suites(parent.config, module_path):
         sys.path.append(str(module_path.resolve().parent))
 
@@ -115,7 +121,7 @@ def pytest_pycollect_makeitem(collector: _Holder, name: str, obj: object) -> lis
 
 
 def _holds_suites(config: pytest.Config, path: Path) -> bool:
-    """Whether the suites of a file are collected; test files may define suites for other purposes."""
+    """Whether the suites of a file are collected. Test files may define suites for other purposes."""
     if any(path.match(pattern) for pattern in config.getini("dtbench_files")):
         return True
     return path.resolve() in _named_files(config) and not any(
@@ -126,18 +132,18 @@ def _holds_suites(config: pytest.Config, path: Path) -> bool:
 def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
     from dtbench.engine.tasks import list_tasks
     from dtbench.errors import DtbenchError
-    from dtbench.pytest_plugin.measure import live_of, test_of
+    from dtbench.pytest_plugin.measure import session_world, test_of
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
         subject = f"the suite {suite.name} is measured with pytest-benchmark"
         raise pytest.UsageError(f"{subject}: pip install 'dtbench[pytest]'")
     silence_other_ranks(collector.config)
     try:
-        live = live_of(collector.config)
-        tasks = list_tasks([suite], live.options)
+        world = session_world(collector.config)
+        tasks = list_tasks([suite], world.options)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
-    single_rank = suite.world == "ranks" and live.runs_alone(suite, tasks)
+    single_rank = suite.world == "ranks" and world.runs_alone(suite, tasks)
     name_counts: dict[str, int] = {}
     for task in tasks:
         for impl in task.impls:
@@ -148,7 +154,7 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
             item: pytest.Function = pytest.Function.from_parent(
                 collector, name=name, callobj=test_of(task, impl, single_rank=single_rank)
             )
-            # An impl that fails before its rounds reports its own reason.
+            # pytest-benchmark would also warn about an impl that fails before its rounds.
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
             item.stash[_WORLD] = suite.world
             yield item
@@ -164,7 +170,7 @@ def id_of(name: str, params: Mapping[str, Param], impl: str) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves simulated suites first: only one kind of world exists at a time, and ranks join once."""
+    """Moves simulated suites first, since only one kind of world exists at a time and ranks join only once."""
     places = [place for place, item in enumerate(items) if _WORLD in item.stash]
     ordered = sorted((items[place] for place in places), key=lambda item: item.stash[_WORLD] == "ranks")
     for place, item in zip(places, ordered, strict=True):
@@ -172,18 +178,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Closes the process group before tests that are not of suites."""
+    """Closes the process group after a test of a suite if the next test is not of a suite."""
     if _WORLD in item.stash and (nextitem is None or _WORLD not in nextitem.stash):
-        from dtbench.pytest_plugin.measure import live_of
+        from dtbench.pytest_plugin.measure import session_world
 
-        live_of(item.config).leave()
+        session_world(item.config).leave()
 
 
 @pytest.fixture
 def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
-    """Times functions like `dtbench.run`, and lists the times at the end of the session.
+    """Times functions like `dtbench.run` and returns the results. The test fails if a function fails.
 
-    Returns the results, and fails the test if a function fails.
+    The times are also listed at the end of the session.
 
         def test_a_step(dtbench_run):
             results = dtbench_run({"step": lambda: step(x), "plain": lambda: plain_step(y)})
@@ -207,7 +213,7 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Lists the times of the fixture, and why cases were skipped, which pytest shows only with -rs."""
+    """Lists the times of the fixture, and how many cases need several ranks. pytest shows that only with -rs."""
     lines = [*config.stash.setdefault(_TIMED, [])]
     skipped = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
     if skipped_for_ranks := [reason for reason in skipped if "needs several ranks" in reason]:

@@ -1,7 +1,7 @@
 """Runs one impl of a case as a pytest-benchmark test, on ranks, simulated ranks or a single rank.
 
-A round is one sample of the harness: `calls_per_sample` calls after a barrier. The recorded time of a round is that of
-the slowest rank, per call.
+A round is one sample as in `dtbench run`: `calls_per_sample` calls, after a barrier if the case times the device. Its
+recorded time is the time per call on the slowest rank.
 """
 
 import contextlib
@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
 
 ROUNDS, QUICK_ROUNDS = 20, 5
-# Timeout of collectives, seconds.
-TIMEOUT_S = 60.0
-_LIVE = pytest.StashKey["Live"]()
+TIMEOUT_S = 60.0  # of collectives
+_SESSION_WORLD = pytest.StashKey["SessionWorld"]()
 
 
 class ActiveWorld(NamedTuple):
@@ -49,8 +48,14 @@ class ActiveWorld(NamedTuple):
     barrier: Callable[[], None]
 
 
-class Live:
-    """The current world of a session, of one kind at a time."""
+class SessionWorld:
+    """Creates and replaces the pytest session's process group: real or simulated ranks, one kind at a time.
+
+    Args:
+        place: this process's rank under a launcher, else None.
+        options: the options on pytest's command line.
+        show: stops capturing output, so that messages are shown.
+    """
 
     def __init__(self, place: RankEnv | None, options: RunRequest, show: Callable[[], None]) -> None:
         self._show, self._kind = show, ""
@@ -63,18 +68,18 @@ class Live:
         self.device_type = choose_device(options.device)
         size = options.ranks or DEFAULT_CPU_RANKS
         self.options = options.resolve(self.device_type, place.world_size if place else size)
-        # Without a launcher, suites of ranks run on a single rank if their cases do not depend on the number of ranks.
+        # Without a launcher, a suite for real ranks runs on one rank if that does not change its cases.
         self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 
     def runs_alone(self, suite: Suite, tasks: Sequence[Task]) -> bool:
-        """Whether a suite of ranks has the same cases on one rank."""
+        """Whether a suite for real ranks has the same cases on one rank, and no launcher started this process."""
         with contextlib.suppress(UsageError):
             single = [] if self._single is None else list_tasks([suite], self._single)
             return [task.label for task in single] == [task.label for task in tasks]
         return False
 
     def enter(self, kind: str, *, single_rank: bool = False) -> ActiveWorld:
-        """Returns a world of this kind, replacing another; skips the test if none can be made.
+        """Returns a world of this kind, after closing one of another kind. Skips the test if it needs a launcher.
 
         Args:
             kind: "ranks" or "simulated".
@@ -111,12 +116,12 @@ class Live:
         return ActiveWorld(world, self.rank.ranks, barrier)
 
     def _report(self, diagnosis: Diagnosis, _case: ActiveCase) -> None:
-        """Prints the diagnosis; called on the lowest living rank, in a helper thread, before this process ends."""
+        """Prints the diagnosis. Called on the lowest living rank, in a helper thread, before this process ends."""
         self._show()
         print_error(diagnosis.message)
 
     def leave(self) -> None:
-        """Closes the current world; `enter` makes a new one."""
+        """Closes the current world. `enter` creates a new one."""
         self._world.close()
         self._kind = ""
 
@@ -125,14 +130,14 @@ class Live:
         self._life.close()
 
 
-def live_of(config: pytest.Config) -> Live:
-    """Returns the session's world, made on first use.
+def session_world(config: pytest.Config) -> SessionWorld:
+    """Returns the session's world, which the first call creates.
 
     Raises:
         UsageError: invalid options.
     """
-    if _LIVE not in config.stash:
-        # Ranks with one thread per core each would compete for the cores.
+    if _SESSION_WORLD not in config.stash:
+        # By default each rank has one thread per core, so ranks would compete for the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         option = config.option
         options = RunRequest(
@@ -142,24 +147,26 @@ def live_of(config: pytest.Config) -> Live:
             quick=option.dtbench_quick,
         )
         capture = config.pluginmanager.get_plugin("capturemanager")
-        config.stash[_LIVE] = Live(
+        config.stash[_SESSION_WORLD] = SessionWorld(
             find_rank_env(), options, capture.suspend_global_capture if capture else lambda: None
         )
-        config.add_cleanup(config.stash[_LIVE].close)
-    return config.stash[_LIVE]
+        config.add_cleanup(config.stash[_SESSION_WORLD].close)
+    return config.stash[_SESSION_WORLD]
 
 
 def test_of(task: Task, impl: str, *, single_rank: bool) -> Callable[..., None]:
     """Returns the test function of one impl.
 
     Args:
-        single_rank: whether a suite of ranks runs on a single rank.
+        task: the case.
+        impl: name of the impl.
+        single_rank: whether a suite for real ranks runs on a single rank.
     """
 
     def test(request: pytest.FixtureRequest, benchmark: "BenchmarkFixture") -> None:
         option = request.config.option
         rounds = option.dtbench_rounds or (QUICK_ROUNDS if option.dtbench_quick else ROUNDS)
-        active = live_of(request.config).enter(task.suite.world, single_rank=single_rank)
+        active = session_world(request.config).enter(task.suite.world, single_rank=single_rank)
         bad = Rounds(benchmark, (task, impl), active, rounds).run(active.world).get(impl)
         if bad is None:
             return
@@ -176,7 +183,7 @@ def test_of(task: Task, impl: str, *, single_rank: bool) -> Callable[..., None]:
 class Rounds(CollectiveSchedule):
     """The schedule of one impl under pytest-benchmark: a number of rounds on all ranks.
 
-    pytest-benchmark counts the rounds; the harness's clock times them.
+    pytest-benchmark counts the rounds. The case's clock times them, as in `dtbench run`.
     """
 
     def __init__(

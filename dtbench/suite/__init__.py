@@ -1,5 +1,6 @@
-"""The definition of a benchmark, as plain data without torch. Suites import everything from here:
-`from dtbench.suite import Case, RunOptions, Workload, suite`.
+"""The public interface for writing suites. Importing it does not import torch.
+
+A suite imports from here: `from dtbench.suite import Case, RunOptions, Workload, suite`.
 """
 
 from dtbench.suite.case import (

@@ -1,6 +1,7 @@
-"""The options of a run, and the cases that a suite derives from them. Plain data, without torch.
+"""The options of a run, and the cases that a suite derives from them.
 
-Names end with their unit: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes per second.
+This module does not import torch. Names end with their unit: `time_s` seconds, `size_bytes` bytes, `algbw_Bps` bytes
+per second.
 """
 
 import math
@@ -9,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Param = str | int | float | bool
-# The time that a case measures: "host", of the calling thread (dispatch latency); "device", of the work itself.
+# The time that a case measures. "host": the calling thread (dispatch latency). "device": the work itself.
 ClockKind = Literal["host", "device"]
-# The clock that measures it: "busy" is the host's clock while the GPU runs earlier work.
+# The clock of a case. "busy" is the host's clock while the GPU runs earlier work; the others are named as above.
 Instrument = Literal["host", "busy", "device"]
 Estimator = Literal["min", "p25"]
 DeviceType = Literal["cpu", "cuda"]
 
-# The stages of a dispatched op, in the order of a call. A profile may have further stages, which follow these.
+# The stages of a dispatched op, in the order of a call. A profile lists any further stages after these.
 STAGES = (
     "entry",
     "checks",
@@ -33,9 +34,9 @@ STAGES = (
 # The impls that `--impl` selects from. Every other impl (local, c10d, unbucketed, limit) is a reference, which is
 # always measured.
 CHOOSABLE_IMPLS = ("core", "torch")
-# Two references. FLOOR: plain torch does one rank's share of the work, a lower bound for every distributed impl.
-# WHOLE: plain torch does the work of all ranks on one, without communication. Not a lower bound, since each of several
-# ranks has less work.
+# Two reference impls. FLOOR: plain torch does one rank's share of the work, a lower bound for every distributed impl.
+# WHOLE: plain torch does the work of all ranks on one rank, without communication. It is not a lower bound, since
+# distributed ranks each have less work.
 FLOOR, WHOLE = "local", "whole"
 # Descriptions of the impls, for tables and reports.
 IMPL_WORDS = {
@@ -56,11 +57,11 @@ class RunOptions:
         sizes_bytes: the sizes of size sweeps.
         dtypes: names of torch's dtypes.
         device_type: "cpu" or "cuda".
-        impls: those of `CHOOSABLE_IMPLS` to measure.
+        impls: the impls among `CHOOSABLE_IMPLS` that are measured.
         quick: whether to use fewer sizes and samples.
-        sizes_chosen: whether the user chose the sizes, and gets all of them in every suite.
+        sizes_chosen: whether the user chose the sizes. Then every suite measures all of them.
         options: the options that suites declare, as given.
-        refine: whether the run is for calibration: with all sizes, and more where a suite's sweep is too coarse.
+        refine: whether to measure all sizes, and to add cases where a suite's sweep is too coarse.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -80,7 +81,7 @@ class RunOptions:
 
     @property
     def few_sizes_bytes(self) -> tuple[int, ...]:
-        """One size from the middle, for cases that only accompany a suite's sweep; all sizes that the user chose."""
+        """One size from the middle, for secondary cases beside a suite's main sweep; all sizes that the user chose."""
         coarse = self.coarse_sizes_bytes
         return self.sizes_bytes if self.sizes_chosen else coarse[len(coarse) // 2 :][:1]
 
@@ -89,7 +90,7 @@ class RunOptions:
         return math.prod(size for _, size in self.mesh)
 
     def wants(self, impl: str) -> bool:
-        """Whether `impl` is to be measured. References always are."""
+        """Whether `impl` is measured. Reference impls always are."""
         return impl not in CHOOSABLE_IMPLS or impl in self.impls
 
 
@@ -99,10 +100,10 @@ class Workload:
 
     Attributes:
         run: the timed call.
-        before: prepares the next sample, untimed.
-        check: returns what is wrong with the data, or None. Called untimed, after the warm-up and after the samples.
+        before: prepares the next sample; not timed.
+        check: returns an error text if the data is wrong, else None. Called after the warm-up and after the samples.
         counters: returns counters by name. Called once, at the end.
-        participates: False on a rank that only waits, whose times do not count.
+        participates: False on a rank that only waits for the others. Its times do not count.
         close: frees resources.
     """
 
@@ -120,23 +121,24 @@ class Case:
 
     Attributes:
         name: the case's name.
-        params: the parameters that identify the case among those of its name.
+        params: the parameters that identify the case among the cases of the same name.
         build: impl name -> function of the `World`, which returns this rank's `Workload`. If it raises `Skip`, the impl
             is recorded as skipped, with the reason.
         size_bytes: the size that bandwidths refer to (nccl-tests' S for collectives), or None.
-        bandwidth: whether size / time is a bandwidth; not for a collective of one rank, or if only the launch is timed.
+        bandwidth: whether size / time is a bandwidth. False for collectives of one rank, or if only the start is timed.
         busbw_factor: bus bandwidth / algorithm bandwidth; None without a bus bandwidth.
         clock: "host" times the calling thread (dispatch latency); "device" times the work itself.
         busy: whether to time the host while a GPU runs earlier work; no effect on a CPU.
         calls_per_sample: calls between two clock readings, back to back without a barrier; the sample is their mean.
-        sample_s: if above 0, seconds that a sample has to last. It may take more calls than `calls_per_sample`; the
-            counter of that name has their number.
+        sample_s: if above 0, least duration of a sample, seconds. A sample then may have more calls than that; the
+            counter `calls_per_sample` records the number of calls actually made.
         samples: number of samples; None lets the schedule choose within its budget.
         warmup_calls: minimum number of unmeasured calls before the samples.
-        passes: if above 1, such cases on simulated ranks are measured before all others, one after the other and so
-            many times. A disturbance of some seconds then affects one pass of each case.
-        tolerance: the largest slowdown, as a share, that a gate's PASS has to exclude; None for the gate's default.
-        floor_s: a gate ignores smaller changes, seconds.
+        passes: number of passes on simulated ranks. Cases with several are measured before the others, all of them once
+            per pass. A disturbance of some seconds then affects one pass of each case.
+        tolerance: the smallest relative slowdown that a gate must exclude before it calls the case the same; None for
+            the gate's default.
+        floor_s: changes below this many seconds do not count in a gate.
     """
 
     name: str
@@ -161,7 +163,7 @@ class Case:
         if not 0 <= self.floor_s < math.inf:
             raise ValueError(f"{self.name}: floor_s is {self.floor_s}, expected seconds of at least 0")
         if self.busy and self.clock != "host":
-            raise ValueError(f"{self.name}: busy with the clock {self.clock!r}, expected clock='host'")
+            raise ValueError(f"{self.name}: busy=True requires clock='host', got clock={self.clock!r}")
 
     @property
     def instrument(self) -> Instrument:
@@ -169,4 +171,4 @@ class Case:
 
 
 class Skip(Exception):  # noqa: N818 - a signal, not an error
-    """Raised by a builder if its impl does not apply; the message is recorded as the reason."""
+    """Raised by a builder if its impl does not apply. The message is recorded as the reason."""

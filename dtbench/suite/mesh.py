@@ -26,7 +26,7 @@ def parse_mesh(text: str) -> Mesh:
             )
         dims.append((match[1], int(match[2])))
     if len({name for name, _ in dims}) < len(dims):
-        raise UsageError(f"--mesh {text} gives a mesh dim twice: expected every name once")
+        raise UsageError(f"--mesh {text} names a mesh dim twice: give each name once")
     if (ranks := math.prod(size for _, size in dims)) > MAX_RANKS:
         raise UsageError(f"--mesh {text} has {ranks} ranks, expected at most {MAX_RANKS}")
     return tuple(dims)
@@ -42,7 +42,7 @@ def format_mesh(mesh: Iterable[Sequence[str | int]]) -> str:
 
 
 def default_mesh(world_size: int) -> Mesh:
-    """Returns the most square dp x tp mesh, the larger dim inside; a single dim `tp` for a prime number of ranks."""
+    """Returns the most square dp x tp mesh, with tp at least as large as dp. For a prime number of ranks: only tp."""
     for outer in range(math.isqrt(world_size), 1, -1):
         if world_size % outer == 0:
             return (("dp", outer), ("tp", world_size // outer))
@@ -50,7 +50,7 @@ def default_mesh(world_size: int) -> Mesh:
 
 
 def joint_dim(dims: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """Joins all dims of more than one rank into one, as for a collective over the whole mesh: ("dp+tp", 4).
+    """Joins all dims of more than one rank into one for a collective over the whole mesh, e.g. ("dp+tp", 4).
 
     Returns None if fewer than two dims have more than one rank.
     """
@@ -66,13 +66,13 @@ def groups_by_dim(names: Sequence[str], shape: Sequence[int]) -> dict[str, Group
 
 
 def groups_in(mesh: Mesh, dim: object) -> Groups:
-    """Returns the groups of a mesh dim by its name; a single group of all ranks if the mesh has no such dim."""
+    """Returns the groups of the mesh dim `dim`, or a single group of all ranks if the mesh has no such dim."""
     names, shape = zip(*mesh, strict=True)
     return groups_by_dim(names, shape).get(str(dim), [list(range(ranks_of(mesh)))])
 
 
 def groups_of(shape: Sequence[int], dim: int) -> Groups:
-    """Returns the groups of a mesh dim: ranks that differ in that coordinate alone. Meshes are row-major."""
+    """Returns the groups of a mesh dim: the ranks of a group differ only in that coordinate. Meshes are row-major."""
     inner = math.prod(shape[dim + 1 :])
     size = shape[dim]
     firsts = (rank for rank in range(math.prod(shape)) if rank // inner % size == 0)

@@ -1,4 +1,4 @@
-"""The definition of suites, and how they are loaded: built-in suites by name, a user's by the path of a file.
+"""Defines suites and loads them: built-in suites by name, a user's suites by the path of a file.
 
 A suite is a generator of cases for the options of a run:
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-# The package of the built-in suites, which its SUITES lists. Imported late, since the suites load torch.
+# The package of the built-in suites. Its SUITES maps their names to help texts. Suites are imported late, since they
+# import torch.
 BUILTIN_PACKAGE = "dtbench_suites"
 
 WorldKind = Literal["ranks", "simulated"]
@@ -39,10 +40,10 @@ class Refinement:
     """How a suite on real ranks adds cases where its sweep is too coarse (`--refine`).
 
     Attributes:
-        wanted: returns name and params of cases to add. Its arguments are the options, the first launch's results for
-            the listed cases, and its results for added cases. Rank 0 calls it again until it returns nothing new.
-        case: returns the case of a name and params, the same on every rank. It may adjust the params (such as a size),
-            but not those of a case that it has returned.
+        wanted: returns name and params of cases to add. Its arguments are the options, and the first launch's results
+            of the listed cases and of the added cases. Rank 0 calls it again until it returns nothing new.
+        case: returns the case with this name and params, the same on every rank. It may adjust the params (such as a
+            size). The params of a case that it has returned must stay as they are.
     """
 
     wanted: Callable[[RunOptions, Sequence[Any], Sequence[Any]], Iterable[tuple[str, Mapping[str, Param]]]]
@@ -77,10 +78,13 @@ def sweep(
     dtypes: Iterable[str] | None = None,
     sizes: Iterable[int] | None = None,
 ) -> Iterator[SweepPoint]:
-    """Yields the product of the mesh dims of several ranks, the dtypes and the sizes of the run, dims outermost.
+    """Yields every combination of mesh dim, dtype and size of the run, in this order of nesting.
+
+    By default, mesh dims of a single rank are left out.
 
     Args:
-        dims: (name, ranks) instead of the run's mesh dims.
+        options: the options of the run.
+        dims: (name, ranks) of each mesh dim, instead of the run's mesh dims.
         dtypes: names of torch's dtypes instead of --dtype.
         sizes: bytes, used unless the user chose sizes with --size.
     """
@@ -105,7 +109,7 @@ class World(Protocol):
     mesh: DeviceMesh
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """Returns a mesh of all ranks in another shape. The same mesh for every call with this shape."""
+        """Returns a mesh of all ranks in another shape. Calls with equal shapes return the same mesh."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,12 @@ class Suite:
         help: what the suite measures.
         options: name -> help of the suite's own options of `dtbench run`. Their values are text in
             `RunOptions.options`, which the suite checks.
-        by_default: whether it runs if no suite is named.
+        by_default: whether `dtbench run` measures it if no suite is named.
         refinement: how to add cases while measuring.
-        budget_priority: whether --budget measures three sizes of a case before other cases; by default of all cases
-            with a sweep.
-        impl_s: estimated seconds per impl of a case, including set-up and checks but not the bytes sent: in a full run,
-            and with --quick.
+        budget_priority: for a case: whether --budget measures three sizes of its curve before the suite's other cases.
+            Default: every case with several sizes.
+        impl_s: estimated seconds per impl of a case, in a full run and with --quick. They include set-up and checks but
+            not the time for sending bytes.
     """
 
     name: str
@@ -151,8 +155,8 @@ class Suite:
 
 
 _registered: dict[str, Suite] = {}
-_folders: set[Path] = set()  # those of the loaded suite files
-# The imports of a suite file, for messages.
+_folders: set[Path] = set()  # folders of the loaded suite files
+# Hint about imports, for messages about a suite file that failed to import a module.
 _IMPORTABLE = (
     "; as with `python FILE`, it can import modules of its folder (`import helper`, not `from . import helper`), "
     "installed packages, and modules in a folder of PYTHONPATH"
@@ -226,7 +230,7 @@ def no_suite(name: str) -> UsageError:
 
 
 def _builtin(name: str) -> Suite:
-    """Imports a built-in suite without the others, one of which imports torch.distributed.tensor (0.6 s)."""
+    """Imports one built-in suite. Others may import torch.distributed.tensor, which takes 0.6 s."""
     members = vars(importlib.import_module(f"{BUILTIN_PACKAGE}.{name}")).values()
     return next((s for s in members if isinstance(s, Suite) and s.name == name), None) or _registered[name]
 
@@ -255,7 +259,7 @@ def _load_file(path: Path) -> list[Suite]:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # including sys.exit, whose code would be mistaken for one of dtbench's
+    except BaseException as error:  # including sys.exit, whose code would look like an exit code of dtbench
         raise UsageError(
             f"the suite file {path} failed to load: {describe(error)}{format_location(error, spec.origin)}"
             f"{_IMPORTABLE if isinstance(error, ImportError) else ''}"
