@@ -11,7 +11,9 @@ import importlib
 
 from dtbench._version import __version__
 
-TYPE_CHECKING = False  # not from `typing`: a file of the user may hide it, which `cli` reports
+TYPE_CHECKING = (
+    False  # not imported from `typing`: a user's typing.py may shadow it, which `cli` should report
+)
 if TYPE_CHECKING:
     from dtbench.api import calibrate, compare, load, report, run
     from dtbench.stats.frame import cases_frame, results_frame

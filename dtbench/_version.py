@@ -1,3 +1,3 @@
-"""The version, which rooms below `dtbench/__init__.py` name too; the build reads it here."""
+"""The version. Other modules import it from here, and the build reads it here."""
 
 __version__ = "0.1.0"

@@ -48,7 +48,7 @@ def new(file: Path) -> None:
 
     if file.suffix != ".py" or not file.stem.isidentifier():
         raise click.UsageError(f"got {file}, expected the name of a Python module, such as mine.py")
-    check_output_path(file, alternative="another FILE")
+    check_output_path(file, path_option="another FILE")
     write_atomically(file, NEW_SUITE.format(name=file.stem), lambda _head: False, "suite")
     click.echo(f"the suite is in {file}; `dtbench suite check {file}` tries it")
 

@@ -292,7 +292,7 @@ def _header(
                 tables=len(log.tables),
                 rows=log.rows,
                 started=next((table.started for table in log.tables if table.started), None),
-                aside={
+                unused_columns={
                     name: (*values,)[:9]
                     for table in log.tables
                     for name, values in table.unused_columns.items()

@@ -14,26 +14,28 @@ HEAD_BYTES = 4096
 
 
 def check_output_path(
-    path: Path, remedy: str = "", *, resumable: bool = False, alternative: str = "another -o"
+    path: Path, other_remedy: str = "", *, resumable: bool = False, path_option: str = "another -o"
 ) -> None:
     """Checks, before anything is measured, that a file or folder can be created at `path`.
 
     Args:
-        remedy: an alternative to giving another path, for the message.
+        other_remedy: what the user can do besides giving another path, for the message.
         resumable: whether `--resume` could continue an existing regular file; the message then suggests it.
-        alternative: the option that gives another path, for the message.
+        path_option: the option that names another path, for the message.
 
     Raises:
         OutputError: the path exists, or its parent folder does not exist or is not writable.
     """
-    if _exists(path, alternative):
-        kind = "" if remedy or path.is_file() else f" ({_kind(path)})"
+    if _exists(path, path_option):
+        kind = "" if other_remedy or path.is_file() else f" ({_kind(path)})"
         if resumable and path.is_file():
-            remedy = "--resume to continue it"
-        raise OutputError(f"{path} exists already{kind}: give {alternative}{remedy and f', or {remedy}'}")
+            other_remedy = "--resume to continue it"
+        raise OutputError(
+            f"{path} exists already{kind}: give {path_option}{other_remedy and f', or {other_remedy}'}"
+        )
     if not path.parent.is_dir():
         raise OutputError(
-            f"cannot make {path}: there is no folder {path.parent}; make it or give {alternative}"
+            f"cannot make {path}: there is no folder {path.parent}; make it or give {path_option}"
         )
     try:  # a file system may forbid new files whatever the permissions say
         with tempfile.TemporaryFile(dir=path.parent):
@@ -41,18 +43,18 @@ def check_output_path(
     except OSError as error:
         raise OutputError(
             f"cannot make {path}: {path.parent} may not be written ({os.strerror(error.errno or 0).lower()}); "
-            f"give {alternative}"
+            f"give {path_option}"
         ) from error
 
 
-def _exists(path: Path, alternative: str) -> bool:
+def _exists(path: Path, path_option: str) -> bool:
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError) as error:  # e.g. a name that is too long or contains a null byte
         raise OutputError(
-            f"cannot make {plain(str(path))}: {getattr(error, 'strerror', None) or error}; give {alternative}"
+            f"cannot make {plain(str(path))}: {getattr(error, 'strerror', None) or error}; give {path_option}"
         ) from error
     return True
 

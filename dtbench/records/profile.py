@@ -1,4 +1,4 @@
-"""The table that `dtbench profile` writes for cases of a suite: of calls by stage, or of ranks."""
+"""The tables of `dtbench profile` for suite cases: time per stage of a call, or time per rank."""
 
 from typing import Literal
 
@@ -9,10 +9,10 @@ from dtbench.fields import Amount, Count, Real, Time
 from dtbench.records.job import Job
 from dtbench.text.units import significant
 
-# Largest difference between the stages and the whole call, beyond the stages' errors: the same change counts as one
-# elsewhere (`stats.MIN_CHANGE`).
+# Largest mismatch between the stages' sum and the whole call, after subtracting their errors. The threshold is the same
+# as `stats.MIN_CHANGE`.
 MAX_SUM_DIFFERENCE = 0.02
-MIN_CPU_SHARE = 0.9  # of the time in which this process must have run
+MIN_CPU_SHARE = 0.9  # below this share of CPU time, a profile is marked unreliable
 
 
 class Stage(Struct, frozen=True, kw_only=True):
@@ -44,7 +44,8 @@ class CallStages(Struct, frozen=True, kw_only=True):
         fitted_to_calibrated: cost of recording a span in these calls, relative to its calibrated cost.
         floor_ns: time of the same op on plain tensors.
         unattributed_ns: whole_ns minus the sum of the stages; 0 unless the fitted cost reached its limit.
-        on_cpu: share of the time in which this process had the CPU, the smaller of whole calls and of the floor.
+        on_cpu: share of the time in which this process had the CPU. It is the smaller of two values: during whole calls
+            and during floor calls.
         caveat: why the times are unreliable; "" if they are not.
     """
 

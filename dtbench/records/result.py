@@ -47,7 +47,7 @@ class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
             without a common clock. If clocks were aligned, the counter `arrival_error_s` is the alignment error.
         algbw_Bps: size_bytes / estimate_s.
         busbw_Bps: algbw_Bps times the collective's bus bandwidth factor.
-        counters: name -> value, e.g. per call.
+        counters: name -> value, often per call.
         launch: number of the launch, from 0.
         clock: clock that measured the samples.
     """
@@ -247,7 +247,7 @@ class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
         sha256: hash of its contents.
         format: the recognized formats.
         started: start time that the log states.
-        aside: unused column -> some of its values.
+        unused_columns: unused column -> some of its values.
     """
 
     file: str
@@ -256,7 +256,7 @@ class ImportedLog(msgspec.Struct, frozen=True, kw_only=True):
     tables: Count
     rows: Count
     started: str | None = None
-    aside: Mapping[str, tuple[str, ...]] = {}
+    unused_columns: Mapping[str, tuple[str, ...]] = msgspec.field(name="aside", default_factory=dict)
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

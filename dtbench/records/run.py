@@ -93,7 +93,8 @@ class RunWriter:
 
         Args:
             run_or_path: the file's contents, if they have just been read, or its path.
-            record: further fields of the `resume` line; None for a further launch of the same run, which has none.
+            record: further fields of the `resume` line; None writes no `resume` line,
+                for a further launch of the same run.
 
         Raises:
             UnreadableRunError: the file is not a readable run.
@@ -287,7 +288,7 @@ def _encode_checked(result: Result) -> bytes:
 def without_collecting() -> Iterator[None]:
     """Disables the garbage collector within the block: while samples are taken, or while large files are read.
 
-    Reading a file, it would repeatedly scan acyclic data.
+    While a file is read, the collector would repeatedly scan new objects that contain no cycles.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -417,7 +418,7 @@ def _decode_result(data: bytes) -> Result | None:
 
 
 def _check_ranks(name: str, by_rank: Mapping[str, object]) -> None:
-    """Checks that the keys are ranks. A pattern in the field's type would take longer than all other checks."""
+    """Checks that the keys are ranks. A regular expression in the type would slow down all checks."""
     for rank in () if _USUAL_RANKS.issuperset(by_rank) else by_rank:
         if not (rank.isascii() and rank.isdecimal() and len(rank) <= _MAX_RANK_DIGITS):
             raise BadFieldError(f"{name} has the key {abbreviate(rank)}, expected a rank")

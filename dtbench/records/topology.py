@@ -1,4 +1,4 @@
-"""The topology file of `dtbench calibrate`: JSON whose schema are the structs below."""
+"""The topology file of `dtbench calibrate`: JSON with the structure of the structs below."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -31,7 +31,9 @@ FORMULA = (
     " hops = ranks - 1, all_reduce 2 * (ranks - 1)"
 )
 FORMULA_OF_A_LINE = "time_us = alpha_us + size_GiB / beta_GiBps * 1e6"
-PRICE_OF_A_TABLE = "linear in size between rows; beyond them the slope of the last factor of 4 in size"
+INTERPOLATION_OF_A_TABLE = (
+    "linear in size between rows; beyond them the slope of the last factor of 4 in size"
+)
 
 
 class BandwidthDrop(Struct, frozen=True):
@@ -294,7 +296,7 @@ class CalibratedTopology(Struct, frozen=True, kw_only=True):
     units: str = UNITS
     formula: str = FORMULA
     formula_of_a_line: str = FORMULA_OF_A_LINE
-    price_of_a_table: str = PRICE_OF_A_TABLE
+    price_of_a_table: str = INTERPOLATION_OF_A_TABLE
     interval_method: str = ""
     dims: tuple[Dim, ...]
     left_out: tuple[LeftOut, ...] = ()

@@ -15,8 +15,8 @@ FLOORS = ("local", "plain")
 # Change of a floor that suggests drift when there are too few launches for a test. It is twice the noise between
 # launches, 1.5 to 2.1% in 80 processes of one build.
 LEAST_DRIFT = 0.05
-# Drift affects implementations unequally. On the log scale, between half and one and a half times the floor's change
-# counts as the same drift. Set, not fitted.
+# Drift affects implementations unequally. Log changes from 0.5 to 1.5 times the floor's count as the same drift. This
+# range was chosen, not fitted.
 DRIFT_TOLERANCE = 0.5
 
 

@@ -14,7 +14,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 def order_statistic(values: Iterable[float], share: float) -> float:
-    """Returns the value below which `share` of the values lie, without interpolation: the upper of two neighbours.
+    """Returns the sorted value at index floor(n * share), without interpolation.
 
     Raises:
         IndexError: no values.
@@ -44,18 +44,18 @@ def estimates_s(samples_s: Sequence[NDArray[np.float64]], results: Sequence[Resu
 
 
 def batch_quantiles(
-    samples: Sequence[NDArray[np.float64]], shares: Sequence[float | None]
+    samples: Sequence[NDArray[np.float64]], levels: Sequence[float | None]
 ) -> list[float | None]:
-    """Returns a quantile of each set of samples; None where the share is None.
+    """Returns the quantile of each set of samples at its level; None where the level is None.
 
     Sets of equal length are computed together, since numpy's overhead per call exceeds its work.
     """
     quantiles: list[float | None] = [None] * len(samples)
     keys = (
-        None if share is None else (len(values), share) for values, share in zip(samples, shares, strict=True)
+        None if level is None else (len(values), level) for values, level in zip(samples, levels, strict=True)
     )
-    for (_, share), indices in index_blocks(keys):
-        block = np.quantile(np.stack([samples[index] for index in indices]), share, axis=1)
+    for (_, level), indices in index_blocks(keys):
+        block = np.quantile(np.stack([samples[index] for index in indices]), level, axis=1)
         for index, value in zip(indices, block.tolist(), strict=True):
             quantiles[index] = value
     return quantiles
@@ -92,7 +92,8 @@ def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated
     """Returns [low, high], between which the central `share` of the replicates lies; per column if there are several.
 
     Args:
-        interpolated: interpolate between replicates. Otherwise both ends are replicates, as indices have to be.
+        interpolated: interpolate between replicates. False takes both ends from the replicates themselves, which is
+            needed if these are indices.
     """
     return np.asarray(
         np.quantile(

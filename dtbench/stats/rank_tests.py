@@ -209,7 +209,7 @@ _POWER = 0.80
 
 
 def exceeds_launch_spread(base_s: Sequence[float], head_s: Sequence[float]) -> bool:
-    """Whether every launch of one side exceeds every launch of the other by more than launches of one build differ.
+    """Whether all launches of one side exceed all of the other by more than the spread ever seen within one build.
 
     Then a single launch on each side shows a change.
 

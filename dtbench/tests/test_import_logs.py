@@ -474,7 +474,7 @@ def test_unused_columns_are_recorded_at_any_position(
     names = tuning if named else [f"column {place + i}" for i in (1, 2, 3)]
     assert f"columns not used: {names[0]} ({values[0]})" in str(log.problems[0])
     unused = {name: (value,) for name, value in zip(names, values, strict=True)}
-    assert convert.to_run([log], [])[0].imported[0].aside == unused
+    assert convert.to_run([log], [])[0].imported[0].unused_columns == unused
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)

@@ -37,7 +37,15 @@ from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import reduce_scatter_single
 from dtbench_suites import SUITES
 from dtbench_suites.bucketer_reference import ReferenceBucketer
-from dtbench_suites.data import KIB, MIB, mismatch, shared_dims, sum_of_values, summed_values, torch_dtype
+from dtbench_suites.data import (
+    KIB,
+    MIB,
+    dims_with_several_ranks,
+    mismatch,
+    sum_of_values,
+    summed_values,
+    torch_dtype,
+)
 
 # (total bytes, tensor sizes in bytes, bucket sizes in bytes). 25 MiB is the default bucket size of DDP and fairscale.
 # Tensors of 16 KiB are biases and norms of a large model, tensors of 256 KiB are small matrices. On a CPU the total
@@ -233,7 +241,7 @@ def bucketer(options: RunOptions) -> Iterator[Case]:
             ("reduce_scatter_large", LARGE, LARGE_IMPLS),
         ]
     for (mesh_dim, n), dtype_name, selected in itertools.product(
-        shared_dims(options), options.dtypes, sweeps
+        dims_with_several_ranks(options), options.dtypes, sweeps
     ):
         (name, (total_bytes, tensor_sizes, bucket_sizes), impls), dtype = selected, torch_dtype(dtype_name)
         for tensor_bytes, bucket_bytes in itertools.product(tensor_sizes, bucket_sizes):

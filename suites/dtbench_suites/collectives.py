@@ -27,10 +27,10 @@ from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
+    calibrated_dims,
     mesh_of_dim,
     mismatch,
     moved_values,
-    priced_dims,
     sum_of_values,
     summed_values,
     torch_dtype,
@@ -39,8 +39,8 @@ from dtbench_suites.data import (
 # Calls between two clock readings in the mode back_to_back: 10, or fewer if they move so many bytes that overlap
 # between calls no longer matters. nccl-tests launches 20 calls of any size (`-n`, src/common.cu).
 BACK_TO_BACK_CALLS, BACK_TO_BACK_BYTES = 10, 16 * 2**20
-# (groups, mode). "alone" measures the links; "together" has the load of training. "back_to_back" calls follow each
-# other without a barrier, as they do in training.
+# A regime is a pair (groups, mode). Groups: "alone" measures the links; "together" has the load of training. Mode:
+# "isolated" has a barrier before every call; "back_to_back" calls follow each other without one, as in training.
 REGIMES = tuple(itertools.product(("alone", "together"), ("isolated", "back_to_back")))
 
 
@@ -229,7 +229,7 @@ def sweep_cases(
 
 
 def refinement_of(case_of: Callable[..., Case]) -> Refinement:
-    """Returns the refinement of a sweep by sizes between its own, which `case_of` rounds."""
+    """Returns a Refinement that adds sizes between those of a sweep. `case_of` builds the cases and rounds sizes."""
     return Refinement(sizes_between, lambda _options, name, params: case_of(name, **params))
 
 
@@ -249,7 +249,7 @@ def case_of(
         params=params_of(mesh_dim, ranks, groups, mode, dtype, size),
         build={"c10d": partial(build, collective, mesh_dim, groups, torch_dtype(dtype), size)},
         size_bytes=size,
-        bandwidth=ranks > 1,  # one rank sends nothing: its time is only that of a launch
+        bandwidth=ranks > 1,  # one rank sends nothing, so only the overhead of the call is timed
         busbw_factor=busbw_factor(collective, ranks) if ranks > 1 else None,
         calls_per_sample=calls_per_sample_of(mode, size),
     )
@@ -269,4 +269,6 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     budget_priority=is_calibrated_with,
 )
 def collectives(options: RunOptions) -> Iterator[Case]:
-    yield from sweep_cases(options, priced_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of)
+    yield from sweep_cases(
+        options, calibrated_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of
+    )

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
 from dtbench_suites import SUITES
-from dtbench_suites.data import BEFORE_213, Place, shared_dims, silence_torch, skip_cuda_gathers_on_gloo
+from dtbench_suites.data import (
+    BEFORE_213,
+    Place,
+    dims_with_several_ranks,
+    silence_torch,
+    skip_cuda_gathers_on_gloo,
+)
 from dtbench_suites.tensor_parallel import (
     FORWARD,
     FORWARD_BACKWARD,
@@ -406,7 +412,7 @@ def compiled(options: RunOptions) -> Iterator[Case]:
         *((name, "", name) for name in BLOCKS),
     ]
     compile_samples = COMPILE_SAMPLES_QUICK if options.quick else COMPILE_SAMPLES
-    for mesh_dim, n in shared_dims(options):
+    for mesh_dim, n in dims_with_several_ranks(options):
         for name, placements, program in programs:
             if options.quick and (name, placements) not in QUICK:
                 continue

@@ -93,19 +93,22 @@ def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tens
     return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous()
 
 
-def shared_dims(options: RunOptions) -> list[tuple[str, int]]:
+def dims_with_several_ranks(options: RunOptions) -> list[tuple[str, int]]:
     """Returns (name, ranks) of each mesh dim with more than one rank."""
     return [(name, ranks) for name, ranks in options.mesh if ranks > 1]
 
 
-def priced_dims(options: RunOptions) -> list[tuple[str, int]]:
-    """Returns the mesh dims that the cost model prices: the shared dims, and the group of all ranks ("dp+tp")."""
+def calibrated_dims(options: RunOptions) -> list[tuple[str, int]]:
+    """Returns the mesh dims for which the cost model estimates times.
+
+    These are the dims with several ranks, and all ranks together ("dp+tp").
+    """
     joint = joint_dim(options.mesh)
-    return shared_dims(options) + ([joint] if joint else [])
+    return dims_with_several_ranks(options) + ([joint] if joint else [])
 
 
 def mesh_of_dim(world: World, mesh_dim: str) -> DeviceMesh:
-    """Returns this rank's one-dimensional mesh of a priced dim."""
+    """Returns this rank's one-dimensional mesh of a calibrated dim."""
     return world.mesh_of((world.world_size,)) if "+" in mesh_dim else world.mesh[mesh_dim]
 
 

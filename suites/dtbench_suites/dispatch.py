@@ -87,7 +87,7 @@ class TimedOp:
         placements: one per input, separated by commas; "0-dim" is a plain tensor without dims.
         shapes: k -> shapes of the full inputs whose local tensors have k rows.
         result: the placement of the outputs.
-        floor: the placements whose local tensors the impl "local" takes, if they differ.
+        floor: placements for the inputs of the impl "local", if they differ from `placements`.
         backward: whether the op is also measured with gradients.
     """
 

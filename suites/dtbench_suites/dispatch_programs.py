@@ -96,7 +96,7 @@ def op(
     """Program that calls `fn` on inputs of these global shapes.
 
     Args:
-        floor: the placements whose shards the impl "local" takes, if they differ.
+        floor: placements of the inputs for the impl "local", if they differ from those of the DTensors.
         about: further fields of the TimedProgram.
     """
 

@@ -26,10 +26,10 @@ from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,
     SUMMED_VALUES,
+    dims_with_several_ranks,
     dtensor_api,
     mismatch,
     parallel_api,
-    shared_dims,
     silence_torch,
     skip_cuda_gathers_on_gloo,
     torch_dtype,
@@ -188,7 +188,7 @@ def build_impl(
 @suite("embedding", world="ranks", help=SUITES["embedding"], impl_s=(0.26, 0.17))
 def embedding(options: RunOptions) -> Iterator[Case]:
     rows, width, lookups = QUICK if options.quick else SHAPES[options.device_type]
-    for mesh_dim, n in shared_dims(options):
+    for mesh_dim, n in dims_with_several_ranks(options):
         shape = rows, -(-width // n) * n, -(-lookups // n) * n  # even shards
         sizes = dict(zip(("rows", "width", "lookups"), shape, strict=True))
         for dtype, sharding, passes in itertools.product(

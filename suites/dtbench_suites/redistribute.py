@@ -4,8 +4,9 @@
     S(0) -> S(1)   all-to-all          P -> S(0)   reduce-scatter
 
 Shards of a tensor dim other than 0 must also be rearranged in memory, which is part of the time. size_bytes is the size
-of the full tensor. `groups` and `mode` have the meaning of the collectives suite: all sizes are measured together and
-isolated, one size in each other regime. Results in old files without these params were measured together and isolated.
+of the full tensor. `groups` and `mode` have the meaning of the collectives suite. All sizes are measured with
+groups=together and mode=isolated. Every other combination has one size. Results without these params were measured
+together and isolated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,12 @@ from dtbench_suites.collectives import (
     sweep_cases,
 )
 from dtbench_suites.data import (
+    calibrated_dims,
     dtensor_api,
     mesh_of_dim,
     mismatch,
     moved_values,
     placement,
-    priced_dims,
     shard_of,
     silence_torch,
     skip_cuda_gathers_on_gloo,
@@ -124,4 +125,4 @@ def case_of(change: str, mesh_dim: str, ranks: int, groups: str, mode: str, dtyp
     budget_priority=is_calibrated_with,
 )
 def redistribute(options: RunOptions) -> Iterator[Case]:
-    yield from sweep_cases(options, priced_dims(options), TRANSITIONS, sizes_of, case_of)
+    yield from sweep_cases(options, calibrated_dims(options), TRANSITIONS, sizes_of, case_of)

@@ -28,10 +28,10 @@ from dtbench.suite import Case, RunOptions, Workload, World, suite
 from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
+    dims_with_several_ranks,
     dtensor_api,
     mismatch,
     parallel_api,
-    shared_dims,
     skip_cuda_gathers_on_gloo,
     torch_dtype,
 )
@@ -291,7 +291,7 @@ def shape_for(options: RunOptions, n: int) -> tuple[int, int, int, int]:
 
 @suite("tensor_parallel", world="ranks", help=SUITES["tensor_parallel"], impl_s=(0.35, 0.23))
 def tensor_parallel(options: RunOptions) -> Iterator[Case]:
-    for mesh_dim, n in shared_dims(options):
+    for mesh_dim, n in dims_with_several_ranks(options):
         shape = shape_for(options, n)
         sizes = dict(zip(("batch", "seq", "d_model", "heads"), shape, strict=True))
         for dtype, block in itertools.product(options.dtypes, QUICK if options.quick else MODELS):
