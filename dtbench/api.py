@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from dtbench.comparison.run_comparison import Comparison
-    from dtbench.engine.ranks import LiveWorld, RankGroup
+    from dtbench.engine.rank_votes import LiveWorld, RankGroup
     from dtbench.stats.frame import Runs
 
 Function = Callable[[], object]
@@ -406,7 +406,7 @@ def _world(suite: Suite, timeout_s: float) -> Iterator[tuple[LiveWorld, RankGrou
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    from dtbench.engine.ranks import (
+    from dtbench.engine.rank_votes import (
         AloneRanks,
         LiveWorld,
         StoreRanks,

@@ -1,4 +1,6 @@
-"""The engine of `dtbench run`, which gates, profiles and preflights also use. In the order of a sample:
+"""The engine of `dtbench run`, which gates, profiles and preflights also use.
+
+Modules from the command line to the run file, in the order of use:
 
     options        the options of a run, parsed and validated
     selection      the suites and tasks that the options select
@@ -11,7 +13,7 @@
     clock          times a sample
     (dtbench.records.run writes the result into the run file)
 
-Used by these: `failure` (lost and hanging ranks), `rank_env` (variables of launchers), `ranks` (the store, votes and
-process groups), `clock_offsets` (a common clock of all ranks), `workers` (child processes and signals), `tasks`,
+Used by these: `failure` (lost and hanging ranks), `rank_env` (variables of launchers), `rank_votes` (the store, votes
+and process groups), `clock_offsets` (a common clock of all ranks), `workers` (child processes and signals), `tasks`,
 `progress`, `findings`, `budget` and `refine`.
 """

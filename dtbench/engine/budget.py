@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from dtbench.engine.progress import format_about
-from dtbench.engine.ranks import RankGroup
+from dtbench.engine.rank_votes import RankGroup
 from dtbench.engine.tasks import Task
 from dtbench.grouping import group_by
 from dtbench.machine.limits import usable_cpus
@@ -23,8 +23,8 @@ from dtbench.text.units import plural
 _PER_BYTE_S = 16e-9
 # The share of the first pass that each later pass takes, since shardings and memory are cached.
 _LATER_PASS = 0.6
-# Before the first case, the launcher loads torch and the suites (per process), then all ranks do, in parallel if there
-# are enough cores; several ranks join each other. At the end they leave.
+# Seconds to load torch and the suites (in the launcher, then in all ranks, in parallel if there are enough cores), for
+# several ranks to join, and to end.
 _LOAD_S, _JOIN_S, _END_S = 1.5, 1.0, 1.0
 # The params that a curve is swept over, and the number of points that a line needs.
 _SWEPT = ("size", "bucket_bytes")

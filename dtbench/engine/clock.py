@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 # Events that relate a GPU's clock to the host's before a sample: several, as an interrupt widens a mark's bounds.
 _MARKS = 3
-# The GPU is kept busy for so long before a sample of the host's time, at first and at most. Ten calls of a DTensor op
-# take less than 2 ms, and each sample waits for the GPU's work.
+# Initial and maximal seconds for which the GPU is kept busy while host time is measured. Ten calls of a DTensor op take
+# less than 2 ms, and each sample waits for the GPU's work.
 OCCUPIED_S, MAX_OCCUPIED_S = 2e-3, 0.2
 # The calls may take this share of the busy time.
 OCCUPIED_SHARE = 0.8
@@ -27,7 +27,7 @@ class Clock(Protocol):
     """A clock that times calls.
 
     Attributes:
-        started_ns: begin of the last sample, on the kernel's monotonic clock; None before the first.
+        started_ns: start of the last sample, on the host's monotonic clock; None before the first.
         error_ns: uncertainty of `started_ns`.
     """
 

@@ -21,7 +21,7 @@ from dtbench.grouping import group_by
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from dtbench.engine.ranks import StoreRanks
+    from dtbench.engine.rank_votes import StoreRanks
 
 # Round trips over the store, of which the quickest counts. Few, since they are repeated for every case.
 _PINGS = 10
@@ -67,19 +67,19 @@ def mean_offset(start: Offset, end: Offset) -> Offset:
 
 
 def offset_to_rank_0(
-    ranks: StoreRanks, store: Store, kernels: Sequence[str | None], now_ns: ReadNs
+    ranks: StoreRanks, store: Store, boot_ids: Sequence[str | None], now_ns: ReadNs
 ) -> Offset:
     """Returns the offset from this rank's clock to rank 0's. All ranks call it.
 
-    Processes of one kernel share its clocks. The first rank of every other kernel pings rank 0, in turn, and the other
-    ranks of that kernel use its offset.
+    Processes on one host (same boot_id) share its clocks. The first rank of each other host pings rank 0, in turn, and
+    the other ranks of that host use its offset.
 
     Args:
-        kernels: each rank's `boot_id`, None if unknown.
+        boot_ids: each rank's `boot_id`, None if unknown.
     """
     first_ranks: dict[str, int] = {}
     pinging_rank = [
-        first_ranks.setdefault(kernel or f"of rank {rank}", rank) for rank, kernel in enumerate(kernels)
+        first_ranks.setdefault(boot_id or f"of rank {rank}", rank) for rank, boot_id in enumerate(boot_ids)
     ]
     vote, prefix = None, f"clock/{ranks.votes}"
     for rank in sorted(set(pinging_rank) - {0}):
@@ -118,7 +118,7 @@ def _answer_pings(store: Store, prefix: str, now_ns: ReadNs) -> None:
 
 def lateness_s(
     started_ns: Mapping[int, Sequence[int]],
-    kernels: Mapping[int, str | None],
+    boot_ids: Mapping[int, str | None],
     offsets: Mapping[int, Offset] | None = None,
 ) -> dict[int, NDArray[np.float64]]:
     """Returns how much later than the first rank each rank began each sample, in seconds.
@@ -127,20 +127,20 @@ def lateness_s(
     ranks end together, so the shortest time counts from the last arrival. In an all-to-all or all-gather each rank ends
     with the data it has received; only a common clock shows when the last one ended.
 
-    Processes of one kernel share its monotonic clock. Between kernels, the offset is chosen such that the hosts leave
+    Processes on one host share its monotonic clock. Between hosts, the offset is chosen such that the hosts leave
     barriers together in the median, within the bounds that pings over the store have measured. A ping bounds the offset
     by half its round trip; a barrier that is quicker estimates it better.
 
     Args:
-        started_ns: rank -> begin of each sample on its kernel's monotonic clock.
-        kernels: rank -> its `boot_id`; None if unknown.
+        started_ns: rank -> begin of each sample on its boot_id's monotonic clock.
+        boot_ids: rank -> its `boot_id`; None if unknown.
         offsets: rank -> offset from its clock to rank 0's, if it was measured.
     """
     ranks = sorted(started_ns)
     # Subtract as integers: the clock counts from the start of the machine, beyond the precision of floats.
     origin = min(started_ns[ranks[0]])
     began = {rank: np.array([t - origin for t in started_ns[rank]], dtype=np.float64) for rank in ranks}
-    hosts = group_by(ranks, lambda rank: kernels.get(rank) or f"of rank {rank}")
+    hosts = group_by(ranks, lambda rank: boot_ids.get(rank) or f"of rank {rank}")
     host_began = {host: np.mean([began[rank] for rank in members], axis=0) for host, members in hosts.items()}
     first = next(iter(host_began.values()))
     base = (offsets or {}).get(ranks[0])

@@ -41,14 +41,14 @@ _T = TypeVar("_T")
 
 # Time for a rank to write its state after a failure.
 ANSWER_S = 2.0
-# After a rank raised, the others may take so long to reach the next vote: their call may still be running. A call that
-# waits for the rank that raised never ends.
+# Time for the other ranks to reach the next vote after a rank raised. Their current call may still finish, or may wait
+# for that rank forever.
 GRACE_S = 5.0
 # Time for the slowest rank to leave after the last vote.
 FAREWELL_S = 10.0
 # A killed launcher may close its store's socket a moment after its ranks get the signal.
 STORE_CLOSING_S = 0.3
-# Longer than any run. The detector, which knows the reason, ends waits on the store earlier.
+# Timeout of the store, longer than any run. The failure detector ends the process earlier and prints the reason.
 FOREVER = timedelta(days=7)
 _SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _ENGINE_FOLDER = Path(__file__).parent

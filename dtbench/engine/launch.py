@@ -39,7 +39,7 @@ from dtbench.records import baselines
 from dtbench.records.atomic import check_output_path
 from dtbench.text.units import plural
 
-# After so many restarts in a row without a result the machine is at fault, not a case.
+# After this many restarts in a row without a result, the machine is at fault, not a case.
 MAX_RESTARTS_WITHOUT_RESULT = 5
 # Grace period for surviving ranks to write their last line before SIGKILL: 2 s for the other ranks' answers, and a few
 # seconds for a slow disk.
@@ -114,7 +114,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
         printed why they ended.
 
     Raises:
-        UsageError: too few files may be open, or localhost cannot be reached.
+        UsageError: the limit of open files is too low, or localhost cannot be reached.
         WorldBrokenError: the ranks cannot be started.
     """
     refuse_local_ranks(world_size)
@@ -125,7 +125,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-        # The launcher passes the signal on: SIGTERM ends a rank that still imports without a traceback.
+        # The launcher forwards the signal as SIGTERM, which ends a rank during its imports and prints no traceback.
         raise SignalException(f"got signal {number}", sigval=signal.SIGTERM)
 
     has_shutdown_timeout = "shutdown_timeout" in LaunchConfig.__dataclass_fields__  # torch 2.11 lacks it
@@ -175,7 +175,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
 
 
 def _outcome(report: RankReport, failures: Sequence[tuple[int, int]]) -> RankReport:
-    """Completes the last report of ranks that have ended by the launch's exit code and the diagnosis.
+    """Adds the exit code and the diagnosis to the last report of the ranks, after they have ended.
 
     Args:
         failures: (rank, exit code) of the ranks that failed, the first failure first; empty if a signal ended the

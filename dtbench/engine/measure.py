@@ -93,7 +93,7 @@ class Subject:
         if workload.close is not None:
             try:
                 workload.close()
-            except Exception as error:  # an earlier failure is the cause
+            except Exception as error:  # an earlier failure is kept, since it probably caused this one
                 self.failure = self.failure or ("failed", mask(describe(error)))
 
 
@@ -114,8 +114,8 @@ class SamplingSchedule(Protocol):
 def measure(subjects: Sequence[Subject], world: World, schedule: SamplingSchedule) -> None:
     """Measures the subjects; failures of their code are set on them. An exception of the schedule ends the loop."""
     gc.collect()
-    # The survivors are modules, caches and results. Unless frozen, the next case's collection walks through all of
-    # torch again, which takes longer than a short case.
+    # The remaining objects are modules, caches and results. Unless they are frozen, the next garbage collection scans
+    # all of torch, which takes longer than a short case.
     gc.freeze()
     with without_collecting():
         try:

@@ -68,7 +68,7 @@ class RunRequest:
         mesh: the mesh of all ranks, if given.
         nproc: number of ranks, if given.
         sizes_bytes: the sizes of --size, if given.
-        filter: lines of words that the label of a case has to contain, see `matcher`.
+        filter: lines of words. A case matches if its label contains every word of at least one line, see `matcher`.
         launches: number of times that everything is repeated with fresh ranks.
         timeout_s: limit of a case.
         resume: whether to continue the run in `output`.
@@ -77,7 +77,7 @@ class RunRequest:
         max_size_bytes: largest payload of a calibration run.
         refine: whether to refine sweeps; None refines with max_size_bytes.
         budget_s: the time that the whole run may take.
-        on_failure: what follows after a case has ended the ranks.
+        on_failure: after a hang or a lost rank, "continue" with new ranks or "stop".
         save_baseline: name of a baseline to save the run as.
         brief: whether to print only counts at the end, for a file that is not kept.
     """

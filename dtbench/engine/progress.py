@@ -13,7 +13,7 @@ from dtbench.text.units import format_bandwidth, format_seconds, format_size, fo
 
 # How often the progress of the run is printed.
 PROGRESS_INTERVAL_S = 60.0
-# After so long, a command prints what it is waiting for.
+# After this many seconds, a command prints what it is waiting for.
 SILENT_S = 1.0
 
 

@@ -1,7 +1,7 @@
 """The life of a rank, the same in every command: it joins the other ranks, does its part, and leaves.
 
 with LaunchedRank(env, print_failure) as rank:
-    ...                          # a DtbenchError here is raised on every rank: options are refused
+    ...                          # a DtbenchError here refuses the options; every rank raises it
     rank.join(device_type)       # from here on, an error on one rank ends all of them
     with rank.process_group(mesh, timeout_s) as (world, barrier):
         ...
@@ -40,7 +40,7 @@ from dtbench.engine.failure import (
 )
 from dtbench.engine.launch_files import RankReport
 from dtbench.engine.rank_env import RankEnv, launch_number, valid_rank_env
-from dtbench.engine.ranks import (
+from dtbench.engine.rank_votes import (
     LiveWorld,
     StoreRanks,
     choose_backend,
@@ -72,15 +72,16 @@ if TYPE_CHECKING:
 JOIN_TIMEOUT = "DTBENCH_JOIN_TIMEOUT"  # seconds
 # Thousands of ranks that load torch from one file system need minutes.
 _JOIN_TIMEOUT_S = 300.0
-# After so long, a rank prints which other ranks are missing. Our launcher ends a start with a dead rank.
+# Seconds after which a rank prints which other ranks are missing: later under our launcher, which itself notices a rank
+# that dies during the start.
 _SILENT_WAIT_S, _SILENT_WAIT_OF_OURS_S = 5.0, 60.0
 _RETRY_S = 0.2
 _MAX_NAMED_RANKS = 8
-# A launcher kills the others when the first rank leaves. The rank that prints the reason gets so long.
+# A launcher kills the other ranks when the first one exits. The rank that prints the reason has this many seconds.
 _REPORT_TIMEOUT_S = 1.0
 _CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
-# Options that every rank refuses are printed by rank 0. The other ranks wait for it so long: a launcher ends the
-# remaining ranks as soon as one has left, and a store served by rank 0 is gone then.
+# If every rank refuses the options, rank 0 prints the reason. The other ranks stay alive for this many seconds, because
+# the launcher kills all ranks after the first exit, and a store served by rank 0 is gone then.
 RANK_0_PRINTS_S = 10.0
 _MAX_SHOWN_CHARS = 60
 # Finding each other's addresses, and the first context on a GPU, may take long.
@@ -94,10 +95,10 @@ class LaunchedRank:
         env: the rank's number, and the address of the store that the ranks share.
         active_case: what this rank is measuring, for the diagnosis of a failure.
         exit_code: the exit code of the process unless it fails.
-        infos: the machine provenance of each rank, by rank.
+        rank_facts: description of each rank's hardware and software, by rank.
         ranks: votes of all ranks, over the store.
         store: the store that the ranks share.
-        device: this rank's device. As infos, ranks and store, from `join` on.
+        device: this rank's device. `join` sets rank_facts, ranks, store and device.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class LaunchedRank:
         launch: int = 0,
         report_path: str = "",
     ) -> None:
-        """Describes the rank; it starts with `with`.
+        """Stores the arguments. Entering the context starts the rank.
 
         Args:
             print_failure: called once with what ended the ranks and the active case, in a helper thread of the lowest
@@ -149,7 +150,7 @@ class LaunchedRank:
         """Waits for the other ranks.
 
         Args:
-            transport: backend of the process group to come, for the ranks' `infos`.
+            transport: backend of the process group to come, for the ranks' `rank_facts`.
             agreement: what has to be the same on all ranks, by the names that users know.
 
         Raises:
@@ -167,7 +168,7 @@ class LaunchedRank:
             raise WorldBrokenError(
                 f"rank {env.rank} cannot use its {device_type} device: {describe(error)}"
             ) from error
-        # Longer than the waits of `await_all_ranks`, which name the missing ranks but may be delayed by torch's import.
+        # Longer than the limits of `await_all_ranks`, whose errors name missing ranks. Importing torch may delay them.
         with self.limit(
             limit_s + 15 * _REPORT_TIMEOUT_S, f"joining through {env.store} within {limit_s:g} s"
         ):
@@ -184,12 +185,12 @@ class LaunchedRank:
                     **(agreement or {}),
                 },
             }
-            self.infos, mismatch = ranks.agree(vote, _compare_votes)
+            self.rank_facts, mismatch = ranks.agree(vote, _compare_votes)
             if mismatch:
                 raise RankMismatchError(mismatch)
             self._detector.join(
                 functools.partial(self.connect, False),
-                [info["host"] for info in self.infos],
+                [info["host"] for info in self.rank_facts],
                 lambda: ranks.votes,
                 None if env.agent_store else 0,
             )
@@ -198,7 +199,7 @@ class LaunchedRank:
     def clock_offset(self, now_ns: Callable[[], int]) -> clock_offsets.Offset:
         """Measures the offset from this rank's clock to rank 0's. All ranks call it."""
         return clock_offsets.offset_to_rank_0(
-            self.ranks, self.store, [info["boot_id"] for info in self.infos], now_ns
+            self.ranks, self.store, [info["boot_id"] for info in self.rank_facts], now_ns
         )
 
     @contextlib.contextmanager
@@ -278,7 +279,7 @@ class LaunchedRank:
             self._detector.fail(mask(describe(error)))
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        # If this rank is between cases, rank 0 may have reported one.
+        # Between cases, keep the case that rank 0 may have reported.
         case = {"case": self.active_case} if self.active_case.name else {}
         if diagnosis == LAUNCHER_DIED or not self.report(diagnosis=diagnosis, **case):
             self._print_failure(diagnosis, self.active_case)
@@ -302,7 +303,7 @@ def await_all_ranks(env: RankEnv, connect: Callable[[bool], Store], limit_s: flo
 
     Args:
         limit_s: how long to wait.
-        silent_s: after so long, the lowest rank that has joined prints which ranks are missing.
+        silent_s: after this many seconds, the lowest rank that has joined prints which ranks are missing.
 
     Raises:
         WorldBrokenError: the store is not served, or ranks are missing at the limit.
@@ -378,7 +379,7 @@ def silence_torch() -> None:
 
 
 def _compare_votes(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
-    """Returns the infos of all ranks, and why the ranks cannot work together, else ""."""
+    """Returns the rank_facts of all ranks, and why the ranks cannot work together, else ""."""
     expected: dict[str, str] = votes[0]["agreement"]
     for rank, vote in enumerate(votes):
         for name in [*expected, *vote["agreement"]]:
@@ -397,7 +398,9 @@ def _shorten(value: str) -> str:
 
 
 def complain_from_one_rank(text: str) -> None:
-    """Prints an error that all ranks met before joining: on rank 0, or on a rank that met it alone."""
+    """Prints an error from before joining, once.
+
+    Rank 0 prints at once. Another rank prints if the store is still served afterwards: rank 0 did not fail then."""
     env = valid_rank_env()
     line = " ".join(text.split())
     if env is None or env.rank == 0:

@@ -1,4 +1,4 @@
-"""The rank that a launcher made of this process, read from the environment variables of torchrun, srun or mpirun.
+"""Reads the rank of this process from the environment variables of torchrun, srun or mpirun.
 
 Our launcher sets torchrun's variables.
 """
@@ -30,7 +30,7 @@ def launch_number() -> int:
 
 
 def output_of(chosen: Path | None) -> Path:
-    """Returns the run file: `chosen` by -o, else named by the time at which the run began."""
+    """Returns the run file: `chosen` if -o was given, else a name from the start time of the run."""
     return chosen or Path(
         os.environ.get(_ENV_OUTPUT) or time.strftime("run-%Y%m%dT%H%M%SZ.jsonl", time.gmtime())
     )
@@ -156,7 +156,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
     names = next((names for names in launchers if environ.get(names.rank) and environ.get(names.size)), None)
     if names is None:
         pairs = (name for launcher in launchers for name in launcher[:2])
-        # The last three identify a rank, without the number of ranks.
+        # LOCAL_RANK, PMIX_RANK and PALS_RANKID show that this is a rank, but not how many there are.
         present = [name for name in (*pairs, "LOCAL_RANK", "PMIX_RANK", "PALS_RANKID") if environ.get(name)]
         # Containers may set WORLD_SIZE=1, without ranks.
         _refuse_partial(

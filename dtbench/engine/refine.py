@@ -5,10 +5,10 @@ bends (a protocol switch, a cache, the change from latency to bandwidth), and th
 unknown. Then the geometric middles on both sides of the point are measured, and checked in the same way, until the
 steps are narrow or enough sizes are added.
 
-Noise must not add sizes. Disturbances only add time, and more bytes do not take less time, so a point that lies over
-10 % above a larger size was disturbed and is left out. The spread of a point is the interquartile ratio of its samples;
-a miss has to exceed the spread of the three points together. That is stricter than the standard error of a quartile,
-since launches differ by more than the samples within a launch.
+Noise must not add sizes. Disturbances only add time, and more bytes do not take less time, so a point that takes over
+10 % longer than a larger size was disturbed and is left out. The spread of a point is the interquartile ratio of its
+samples; a miss has to exceed the spread of the three points together. That is stricter than the standard error of a
+quartile, since launches differ by more than the samples within a launch.
 """
 
 import math
@@ -21,7 +21,7 @@ from dtbench.suite import Case, Param, RunOptions
 from dtbench.suite.mesh import groups_in
 
 MISS = math.log(1.10)
-# At most so many sizes are added to a curve (a collective or transition on a mesh dim): two levels below one bend.
+# Largest number of sizes added to a curve (a collective or transition on a mesh dim): two bisections around one bend.
 MAX_ADDED_SIZES = 4
 # No sizes are added between neighbours closer than this factor.
 MIN_STEP = 2.0

@@ -22,23 +22,23 @@ from dtbench.engine.clock import Clock
 from dtbench.engine.clock_offsets import Offset, lateness_s, mean_offset
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import ImplOutcome, SamplingSchedule, Subject, measure, release_memory, to_result
-from dtbench.engine.ranks import RankGroup
+from dtbench.engine.rank_votes import RankGroup
 from dtbench.engine.tasks import Task
 from dtbench.records.result import Result, Status
 from dtbench.suite import Case
 from dtbench.suite.case import Instrument
 from dtbench.suite.registry import World
 
-# The warm-up ends with a block of calls that is less than this share faster than the previous block.
+# The warm-up ends when a block of calls improves on the previous one by less than this fraction.
 STEADY_GAIN = 0.10
 MAX_WARMUP_BLOCKS = 10
 # Calls are repeated until a sample is long enough. The margin keeps the next sample from being too short again; the
 # number of calls grows at most tenfold at once, as in `timeit`.
 LENGTH_MARGIN = 1.1
 MAX_GROWTH = 10
-# The length of a sample is the fastest of so many, since an interruption would lengthen a single one.
+# The length of a sample is the minimum of this many, because an interruption could lengthen any one.
 SAMPLES_PER_LENGTH = 3
-# The ranks vote about so often: too rarely to disturb fast cases, often enough to stop a slow one near its timeout.
+# Seconds between votes: long enough not to disturb fast cases, short enough to stop a slow one near its timeout.
 VOTE_INTERVAL_S = 0.25
 # A case is given up if the rest of its timeout holds fewer samples than this.
 MIN_SAMPLES = 2
@@ -72,7 +72,7 @@ class Instruments:
         clocks: the clock of each kind of case.
         barrier: all ranks leave it together.
         budget: how much to measure.
-        kernel: id of the running kernel, on whose monotonic clock samples begin.
+        boot_id: boot id of the host's operating system, whose monotonic clock gives the start times of samples.
         gpu_state: returns clocks and throttling of this rank's GPU; None without a GPU.
         clock_offset: returns the offset of this rank's monotonic clock to rank 0's, or None. All ranks call it at once.
         monotonic: returns the time in seconds, for timeouts.
@@ -81,7 +81,7 @@ class Instruments:
     clocks: Mapping[Instrument, Clock]
     barrier: Callable[[], None]
     budget: Budget
-    kernel: str | None = None
+    boot_id: str | None = None
     gpu_state: Callable[[], Mapping[str, Any] | None] = lambda: None
     clock_offset: Callable[[], Offset | None] = lambda: None
     monotonic: Callable[[], float] = time.monotonic
@@ -98,9 +98,9 @@ class RankSamples(TypedDict):
 
     Attributes:
         counters: the workload's counters.
-        samples: seconds per call, None for a sample that raised; None in all on a rank that only waits.
-        started: begin of each sample, ns on the kernel's clock.
-        kernel: id of the running kernel.
+        samples: seconds per call, None for a sample that raised; all None on a rank that only waits.
+        started: start of each sample, ns on the host's monotonic clock.
+        boot_id: boot id of the host's operating system.
         offset: offset to rank 0's clock and its uncertainty, ns.
         error_ns: uncertainty of `started`.
         throttled: what throttled the GPU, if anything.
@@ -109,7 +109,7 @@ class RankSamples(TypedDict):
     counters: dict[str, float] | None
     samples: list[float | None] | None
     started: list[int | None]
-    kernel: str | None
+    boot_id: str | None
     offset: tuple[float, float] | None
     error_ns: float
     throttled: str | None
@@ -124,11 +124,11 @@ class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
 
 
 class CollectiveSchedule(SamplingSchedule):
-    """The base of schedules whose ranks act together: they vote on the failure of each impl. For a single use.
+    """The base of schedules whose ranks act together: they vote on the failure of each impl. Use each instance once.
 
     Attributes:
         live: the impls that have not failed.
-        outcomes: the impls that have failed; after `finish` all.
+        outcomes: the impls that have failed; after `finish`, all impls.
     """
 
     def __init__(self, case: Case, impls: Sequence[str], ranks: RankGroup, active_case: ActiveCase) -> None:
@@ -325,7 +325,7 @@ class Adaptive(CollectiveSchedule):
                 if subject.workload.participates
                 else None,
                 "started": [started_ns for _, started_ns, _ in own_samples],
-                "kernel": self._instruments.kernel,
+                "boot_id": self._instruments.boot_id,
                 "offset": None if self._offset is None else (self._offset.ns, self._offset.uncertainty_ns),
                 "error_ns": max((error_ns for *_, error_ns in own_samples), default=0.0),
                 "throttled": self._throttled,
@@ -451,14 +451,14 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
 
 
 def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: int) -> _ByRank:
-    """Returns how late each rank began these rounds, seconds per call; empty if a clock lacks a reading."""
+    """Returns how late each rank began these rounds, seconds per call; empty if a rank lacks a start time."""
     starts = {rank: [measured["started"][i] for i in rounds] for rank, measured in by_rank.items()}
     started_ns = {rank: [ns for ns in times if ns is not None] for rank, times in starts.items()}
     if any(len(times) < len(rounds) for times in started_ns.values()):
         return {}
     late = lateness_s(
         started_ns,
-        kernels={rank: measured["kernel"] for rank, measured in by_rank.items()},
+        boot_ids={rank: measured["boot_id"] for rank, measured in by_rank.items()},
         offsets={
             rank: Offset(*measured["offset"]) for rank, measured in by_rank.items() if measured["offset"]
         },
@@ -470,9 +470,9 @@ def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: 
 def default_budget(world: str, quick: bool) -> Budget:
     """Returns how much is measured per impl of a case.
 
-    Host latencies cost microseconds and need enough rounds for a steady quartile. Collectives between processes on one
-    machine cost milliseconds, and five samples tell as much as thirty within the noise between launches. With these
-    seconds, the whole `--quick` run takes minutes on two cores.
+    Host latencies are microseconds, so many rounds are affordable, and a stable quartile needs them. Collectives
+    between processes on one machine cost milliseconds, and five samples tell as much as thirty within the noise between
+    launches. With these seconds, the whole `--quick` run takes minutes on two cores.
     """
     seconds = 0.02 if quick else 0.10
     min_samples, max_samples = (20, 50) if world == "simulated" else (5, 30)
@@ -494,7 +494,7 @@ def measure_tasks(
 ) -> None:
     """Measures the tasks, all ranks together.
 
-    A single process measures the cases of several passes first, one pass after the other.
+    On simulated ranks, cases with several `passes` come first. All of them are measured once before the next pass.
 
     Args:
         launch: number of the launch, for the results.
@@ -502,7 +502,7 @@ def measure_tasks(
         active_case: describes what is measured, for the diagnosis of a failure.
         record: called with each result as it comes; None on all ranks except rank 0, which alone gets complete results.
         at_work: a context entered around each case.
-        deadlines: leaves out tasks without time; None measures all.
+        deadlines: skips tasks for which no time is left; None measures all.
     """
 
     def measure_once(task: Task) -> _Outcomes:

@@ -23,7 +23,7 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import Progress, format_status_counts, print_status
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.rank_env import RankEnv, output_of, start_next_launch
-from dtbench.engine.ranks import AloneRanks, choose_backend, simulated_world, vote_of_rank_0
+from dtbench.engine.rank_votes import AloneRanks, choose_backend, simulated_world, vote_of_rank_0
 from dtbench.engine.sampling import Budget, Instruments, default_budget, measure_tasks
 from dtbench.engine.selection import Selection, agreement_of, refuse_other_run, select
 from dtbench.engine.tasks import Task, refinement_tasks, remaining
@@ -43,8 +43,8 @@ from dtbench.text.units import plural
 if TYPE_CHECKING:
     import torch
 
-# How often the suites may ask for more sizes in a launch; bisection from steps of 4x down to below 2x asks
-# twice. A suite that always asks for more would measure for ever.
+# Limit of refinement rounds per launch. Bisecting steps of 4x to below 2x takes two. A suite that always asks for more
+# sizes would never end.
 MAX_REFINEMENTS = 8
 
 
@@ -67,7 +67,7 @@ class Session:
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
             transport = choose_backend(options.device_type, request.backend) if communicates else None
             rank.join(options.device_type, transport, agreement_of(selection) | {"launch": str(spec.launch)})
-            # Ranks of another launcher have each named the file by their own clock.
+            # Under another launcher, each rank has named the file by its own time. All use the name of rank 0.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:
                 self._recorder = RunRecorder(selection, spec, self._output, rank)
@@ -139,7 +139,7 @@ class Session:
             yield
 
     def _record_failure(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
-        """Records the failed result and prints the last line, under another launcher and in a helper thread."""
+        """Records the failed result and prints the last line. Called in a helper thread under another launcher."""
         record_failure(
             diagnosis, case, self._output, None if self._recorder is None else self._recorder.writer
         )
@@ -161,7 +161,7 @@ class RunRecorder:
                 options=options,
                 suites=selection.suite_names,
                 mesh=() if selection.is_simulated else options.mesh,
-                ranks=rank.infos,
+                ranks=rank.rank_facts,
                 backend=choose_backend(options.device_type, request.backend),
                 launches=request.launches,
             )

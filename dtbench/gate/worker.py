@@ -34,7 +34,7 @@ def load() -> None:
 
 def main(order: bytes, connection: Connection) -> int:
     """Carries out an order. Returns 0, or 2 after one line on stderr."""
-    from dtbench.engine.ranks import select_device, simulated_world
+    from dtbench.engine.rank_votes import select_device, simulated_world
 
     decoded = msgspec.msgpack.decode(order, type=Order)
     gate = GateConnection(connection)

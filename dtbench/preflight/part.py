@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dtbench.engine.clock import HostClock
-from dtbench.engine.ranks import LiveWorld
+from dtbench.engine.rank_votes import LiveWorld
 from dtbench.machine.device import gpus
 from dtbench.machine.host import boot_id
 from dtbench.machine.limits import usable_cpus

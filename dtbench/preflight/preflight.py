@@ -17,7 +17,7 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import print_status, print_status_if_slow
 from dtbench.engine.rank import LaunchedRank, silence_torch
 from dtbench.engine.rank_env import RankEnv, find_rank_env
-from dtbench.engine.ranks import choose_backend
+from dtbench.engine.rank_votes import choose_backend
 from dtbench.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_INTERRUPTED,
@@ -130,7 +130,7 @@ class Coordinator:
         from dtbench.preflight.part import Probe
 
         rank, ranks = self._rank, self._rank.ranks
-        examined = ExaminedWorld(names_of(rank.infos), mesh)
+        examined = ExaminedWorld(names_of(rank.rank_facts), mesh)
         examination, examining = Examination(examined), self.examining(examined)
 
         def next_command(votes: Sequence[object]) -> ProbeCommand | None:
@@ -272,9 +272,9 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
     )
 
 
-def names_of(infos: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
+def names_of(rank_facts: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
     """Returns the host of each rank; hosts of equal names are numbered by their kernels."""
-    keys = [(str(info["host"]), info["boot_id"]) for info in infos]
+    keys = [(str(info["host"]), info["boot_id"]) for info in rank_facts]
     numbered = {
         key: f"{key[0]}#{number}"
         for namesakes in group_by(dict.fromkeys(keys), lambda key: key[0]).values()

@@ -12,7 +12,7 @@ from dtbench.engine.measure import Subject, measure
 from dtbench.engine.progress import print_status, print_status_if_slow
 from dtbench.engine.rank import silence_torch
 from dtbench.engine.rank_env import find_rank_env
-from dtbench.engine.ranks import SIMULATED_RANKS
+from dtbench.engine.rank_votes import SIMULATED_RANKS
 from dtbench.engine.tasks import Task
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from dtbench.machine.device import choose_device, count_ranks
@@ -52,7 +52,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     """Profiles cases of simulated ranks and returns the exit code."""
     import torch
 
-    from dtbench.engine.ranks import select_device, simulated_world
+    from dtbench.engine.rank_votes import select_device, simulated_world
     from dtbench.profile import calls
 
     print_status(

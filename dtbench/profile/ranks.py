@@ -14,7 +14,7 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import print_status
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.rank_env import RankEnv
-from dtbench.engine.ranks import LiveWorld, choose_backend
+from dtbench.engine.rank_votes import LiveWorld, choose_backend
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch

@@ -17,7 +17,7 @@ from dtbench.engine.measure import ImplOutcome, to_result
 from dtbench.engine.options import RunRequest, parse_dtypes, parse_sizes
 from dtbench.engine.rank import LaunchedRank, silence_torch
 from dtbench.engine.rank_env import RankEnv, find_rank_env
-from dtbench.engine.ranks import (
+from dtbench.engine.rank_votes import (
     AloneRanks,
     LiveWorld,
     RankGroup,

@@ -11,7 +11,7 @@ import click
 import pytest
 
 from dtbench.cli.program import cli
-from dtbench.engine.ranks import choose_backend
+from dtbench.engine.rank_votes import choose_backend
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
 from dtbench.machine.device import count_ranks
 from dtbench.suite import RunOptions, registry

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from dtbench.engine.failure import ActiveCase, Diagnosis, FailureDetector
 from dtbench.engine.rank import await_all_ranks
 from dtbench.engine.rank_env import RankEnv, find_rank_env, first_host, valid_rank_env
-from dtbench.engine.ranks import LiveWorld, StoreRanks, store_connector, why_unreachable
+from dtbench.engine.rank_votes import LiveWorld, StoreRanks, store_connector, why_unreachable
 from dtbench.errors import UsageError, WorldBrokenError
 from dtbench.records.run import read_run
 from dtbench.tests.programs import FRESH, LIMIT_S, environment, start_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dtbench.engine import clock_offsets
-from dtbench.engine.ranks import StoreRanks
+from dtbench.engine.rank_votes import StoreRanks
 from dtbench.engine.tasks import Task
 from dtbench.errors import OutputError
 from dtbench.profile import output, stages
@@ -353,19 +353,19 @@ def test_another_hosts_clock_is_found_over_the_store() -> None:
 
     store = HashStore()
     store.set_timeout(timedelta(seconds=20))
-    # Ranks 0 and 1 share a kernel, 2 and 4 another one; nothing is known of that of 3.
-    kernels = ["a", "a", "b", None, "b"]
+    # Ranks 0 and 1 share a host, 2 and 4 another one; the host of rank 3 is unknown.
+    boot_ids = ["a", "a", "b", None, "b"]
     ahead = [0, 0, 5_000_000_000, -7_000_000, 5_000_000_000]
 
     def on(rank: int) -> list[clock_offsets.Offset]:
-        ranks = StoreRanks(store, rank, len(kernels), lambda _reason: None)
+        ranks = StoreRanks(store, rank, len(boot_ids), lambda _reason: None)
         measured = partial(
-            clock_offsets.offset_to_rank_0, ranks, store, kernels, lambda: time.time_ns() + ahead[rank]
+            clock_offsets.offset_to_rank_0, ranks, store, boot_ids, lambda: time.time_ns() + ahead[rank]
         )
         return [measured(), measured()]  # the second by other keys
 
-    with ThreadPoolExecutor(len(kernels)) as pool:
-        offsets = list(pool.map(on, range(len(kernels))))
+    with ThreadPoolExecutor(len(boot_ids)) as pool:
+        offsets = list(pool.map(on, range(len(boot_ids))))
     assert offsets[0] == offsets[1] == [clock_offsets.SAME_CLOCK] * 2 and offsets[2] == offsets[4]
     for rank in (2, 3, 4):
         assert all(

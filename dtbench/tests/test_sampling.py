@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
-from dtbench.engine.ranks import StoreRanks
+from dtbench.engine.rank_votes import StoreRanks
 from dtbench.engine.sampling import Adaptive, Budget, ImplOutcome, Instruments, combine_ranks, measure_tasks
 from dtbench.engine.tasks import Task
 from dtbench.records.result import Result
@@ -58,9 +58,9 @@ class FakeClock:
 class Trial:
     """A case measured on threads; what happened on each rank is kept for the test."""
 
-    def __init__(self, size: int = 1, timeout_s: float = 60.0, kernel: str | None = None) -> None:
+    def __init__(self, size: int = 1, timeout_s: float = 60.0, boot_id: str | None = None) -> None:
         self.size = size
-        self.kernel = kernel
+        self.boot_id = boot_id
         self.timeout_s = timeout_s
         self.clocks = [FakeClock() for _ in range(size)]
         self.barriers = [0] * size
@@ -90,7 +90,7 @@ class Trial:
             clocks={"host": self.clocks[rank], "device": self.clocks[rank]},
             barrier=barrier,
             budget=BUDGET,
-            kernel=self.kernel,
+            boot_id=self.boot_id,
             gpu_state=lambda: next(states),
             monotonic=lambda: self.clocks[rank].now,
         )
@@ -142,7 +142,7 @@ def test_all_ranks_make_the_same_calls_and_the_slowest_counts() -> None:
 
 @pytest.mark.parametrize("call_s", [1e-6, 3e-5, 1e-3, 2e-2])
 def test_samples_of_a_length_hold_so_many_calls_that_their_overhead_vanishes(call_s: float) -> None:
-    trial = Trial(size=2, kernel="k")
+    trial = Trial(size=2, boot_id="k")
     for clock in trial.clocks:
         clock.overhead_s = 2e-5  # of a barrier, of reading the clock
     # Rank 1 is slower, and the first call, which loads code, by far.
@@ -307,7 +307,7 @@ def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
         return {
             "samples": list(samples),
             "started": [None if s is None else 10**18 + round(s * 1e9) for s in samples],
-            "kernel": "k",
+            "boot_id": "k",
             "offset": None,
             "error_ns": 0.0,
             "counters": {"n": 1},

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dtbench.engine.ranks import simulated_world
+from dtbench.engine.rank_votes import simulated_world
 from dtbench.suite import Skip
 from dtbench_suites import bucketer_reference, dispatch
 from dtbench_suites.bucketer_reference import ReferenceBucketer

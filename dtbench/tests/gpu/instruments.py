@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import dtbench_core
 from dtbench.engine.clock import Clock, HostClock, clocks_of
-from dtbench.engine.ranks import simulated_world, world_of_one
+from dtbench.engine.rank_votes import simulated_world, world_of_one
 from dtbench.engine.workers import scratch
 from dtbench.errors import describe
 from dtbench.machine.device import gpus, rehearsing

@@ -168,7 +168,7 @@ class StoreRanks:
         except DistStoreError:
             raise WorldBrokenError(
                 f"{self._error}; the other ranks did not answer in {self._patience.total_seconds():g} s: they have "
-                f"ended, or wait for rank {self.rank} in a collective, which ends with this process"
+                f"ended or are stuck in a collective with rank {self.rank}; ending this process releases them"
             ) from None
 
 
