@@ -63,7 +63,7 @@ class _CheckRanks(TorchDispatchMode):
 
 
 def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | None = None) -> None:
-    """Compares a redistribution to `placements`, which is no op, inside `check_ranks()`."""
+    """Compares a redistribution to `placements` over the ranks if `check_ranks()` is active. It is not an op itself."""
     if _is_checking():
         compare(f"{name} to {describe(tuple(placements))}" if placements else name, [tensor])
 
@@ -71,9 +71,8 @@ def compare_move(name: str, tensor: Wrapper, placements: Sequence[Placement] | N
 def compare(name: str, tensors: Sequence[Wrapper]) -> None:
     """Raises RanksDifferError if the ranks differ in the op's name or in the specs of these tensors."""
     info = tensors[0]._spec.info
-    is_fake_group = any(
-        comm.process_group_of(group).name() == "fake" for group in info.groups
-    )  # it has no other ranks
+    # A fake group has no other ranks to compare with.
+    is_fake_group = any(comm.process_group_of(group).name() == "fake" for group in info.groups)
     if simulation.active or is_traced() or info.coordinate is None or not info.groups or is_fake_group:
         return
     mine = [(dist.get_rank(), name, tuple(map(_description, tensors)))]
@@ -93,11 +92,11 @@ def compare(name: str, tensors: Sequence[Wrapper]) -> None:
     wrong = {words for words in mine[0][2] if _MISMATCH in words}
     if wrong:
         raise RanksDifferError(
-            f"{name}: every rank has {', '.join(sorted(wrong))}; give from_local the true shape"
+            f"{name}: every rank has {', '.join(sorted(wrong))}; pass from_local the true global shape"
         )
 
 
-_MISMATCH = ", of which it holds "
+_MISMATCH = " with a local tensor of shape "
 
 
 def _description(tensor: Wrapper) -> str:

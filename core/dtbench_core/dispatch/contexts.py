@@ -45,15 +45,15 @@ def replicates_plain() -> bool:
 
 
 class ExplicitRedistributionContext:
-    """Makes ops raise that would redistribute one of their inputs implicitly, before anything is sent.
+    """Inside this context, an op that would redistribute an input implicitly raises before anything is sent.
 
     Explicit calls such as `redistribute` and `full_tensor` are allowed. An inner context with `enable=False` allows
     implicit redistributions again.
 
     Args:
         enable: False allows implicit redistributions.
-        strict: forbid every redistribution; otherwise only those that communicate, which cutting a replicated tensor
-            does not.
+        strict: forbid every implicit redistribution; otherwise only those that communicate. Cutting a replicated tensor
+            does not communicate.
         mode: "raise" (a RedistributionError) or "warn" (an ImplicitRedistributionWarning).
 
     Raises:
@@ -99,7 +99,7 @@ class ExplicitRedistributionContext:
 
 
 def _communicates(spec: DTensorSpec, placements: Placements) -> bool:
-    """Whether the redistribution sends anything. Cutting a replica does not, nor do mesh dims of one rank."""
+    """Whether the redistribution communicates. Cutting a replicated tensor does not, nor do mesh dims of one rank."""
     return any(
         old != new and not old.is_replicate() and ranks > 1
         for old, new, ranks in zip(spec.placements, placements, spec.info.sizes, strict=True)

@@ -4,16 +4,17 @@ Torch calls a tensor subclass twice: `torch_function` above autograd, for every 
 `torch_dispatch` below autograd, for every aten op. Both look up a plan, which says how the op runs on the shards.
 
 1. `torch_function` answers functions in `_immediate` and `_overrides` itself.
-2. Calls that autograd or a mode must see go to `_through_torch`. Torch then calls `torch_dispatch` for each op.
+2. Calls that autograd must record or a mode must intercept go to `_through_torch`. Torch then calls `torch_dispatch`
+   for each op.
 3. Other calls need no autograd. `key_of` makes a key of the function, the specs and the static arguments. If
    `functions` has a plan for the key, the plan runs at once, without passing through torch.
 4. The first call with a key goes through torch, too. `_record_call` records its ops. If the call was a single op, that
    op's plan is kept in `functions` (learnt_calls.py says when).
 5. `torch_dispatch` looks up the plan of the op in `plans`, by op, specs and static arguments.
-6. On a miss, make_plan.py builds the plan. The op's rule lists placements that it can compute, the cheapest is chosen
-   for each mesh dim, and the op on meta tensors gives the shapes of the results. Without a rule, `OpInfo.without_plan`
-   runs: composite ops are split into other ops, the rest run on replicated inputs (fallback.py).
-7. `plan.run` (op_plan.py) redistributes inputs if it must, runs the op on the shards and wraps the results.
+6. On a miss, make_plan.py builds the plan. The op's rule lists the placements that it supports, and the cheapest
+   is chosen for each mesh dim. Running the op on meta tensors gives the shapes of the results. Without a rule,
+   `OpInfo.without_plan` runs: composite ops are split into other ops, the rest run on replicated inputs (fallback.py).
+7. `plan.run` (op_plan.py) redistributes inputs if necessary, runs the op on the shards and wraps the results.
 
 For example, the first call of `x + y` without gradients takes steps 4 to 7, and each later call with the same specs
 steps 3 and 7. With gradients every call takes steps 2, 5 and 7.
@@ -69,11 +70,10 @@ ops: dict[OpOverload, OpInfo] = {}
 plans: dict[Key, OpPlan | None] = {}
 # Plans by the key of a Python function's call. None: the call is not a single op and must go through torch.
 functions: dict[Key, OpPlan | None] = {}
-default_dtype: torch.dtype | None = None  # the plans hold for this default dtype
-# Functions whose plans hold for all values of a number's type, so that keys contain only the type; and all functions
-# for which this was decided.
+default_dtype: torch.dtype | None = None  # the default dtype that the plans were made for
+# Functions for which one plan serves all values of a number argument, so that keys contain only the number's type.
 by_type: set[Call] = set()
-classified: set[Call] = set()
+classified: set[Call] = set()  # functions already examined for this
 _MISSING: Any = object()
 _detach = torch.ops.aten.detach.default
 
@@ -109,13 +109,13 @@ def _refuse_cond(*args: Value, **kwargs: Value) -> Value:
 
 
 # Functions of one tensor and numbers that need neither a key nor a check of the arguments. Views go straight to torch,
-# which must track them, and so do getters. Optimizers call `is_complex` for every parameter in every step.
+# since autograd must track them. So do getters. Optimizers call `is_complex` for every parameter in every step.
 _immediate: dict[Call, Call] = {
     torch.split: _without_torch_function(torch.Tensor.split),
     torch.is_complex: _is_complex,
 }
 # Functions that are implemented here, most of them because torch splits them into several ops. They may return
-# NotImplemented: the call then takes the usual way.
+# NotImplemented: the call is then dispatched as usual.
 _overrides: dict[Call, Call] = {
     torch.nn.functional.linear: linear.linear,
     torch.nn.functional.cross_entropy: cross_entropy.cross_entropy,
@@ -186,7 +186,7 @@ def torch_function(
 
 
 def _requires_grad(args: Args, kwargs: Kwargs) -> bool:
-    """Whether autograd must see the call. torch's own check looks into lists, but not into tuples."""
+    """Whether autograd must record the call. torch's own check looks into lists, but not into tuples."""
     if any_requires_grad(*args, **kwargs) if kwargs else any_requires_grad(*args):
         return True
     for a in (*args, *kwargs.values()) if kwargs else args:  # noqa: SIM110 - a generator costs 0.3 us
@@ -196,7 +196,7 @@ def _requires_grad(args: Args, kwargs: Kwargs) -> bool:
 
 
 def modes_active() -> bool:
-    """Whether a dispatch mode, autocast, torch.func or forward-mode autograd must see the call."""
+    """Whether a dispatch mode, autocast, torch.func or forward-mode autograd must intercept the call."""
     return (
         dispatch_modes_active() > 0
         or any_autocast()
@@ -218,9 +218,9 @@ def _through_torch(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -
         if "cast NotImplemented to Tensor" not in str(error):
             raise
         raise CoreError(
-            f"got {getattr(func, '__name__', func)} of DTensors in torch.export, which traces above autograd, where no "
-            "class of tensors defines its ops; expected torch.compile or torch.export's AOTAutograd, "
-            "torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
+            f"got {getattr(func, '__name__', func)} of DTensors in torch.export, which traces above autograd, "
+            "before __torch_dispatch__ of a tensor subclass is called; expected torch.compile or torch.export's "
+            "AOTAutograd, torch._functorch.aot_autograd.aot_export_joint_with_descriptors"
         ) from error
     if written := pending_history_updates.get():
         update_histories(written)
@@ -295,7 +295,7 @@ def torch_dispatch(
             return result
     global default_dtype
     if default_dtype is not get_default_dtype():
-        # The dtype of an integer tensor times a float depends on it.
+        # Type promotion uses the default dtype: an integer tensor times a float gets it.
         default_dtype = get_default_dtype()
         clear_caches()
     key, locals_, local_kwargs = key_of(cls, info, info.by_type, args, kwargs)

@@ -1,8 +1,8 @@
 """Fallback for ops without a sharding rule for their placements: replicate the inputs and run.
 
 Every rank gathers the inputs, runs the op on global tensors and keeps the global result. This is right for every op but
-costs communication and memory, so each use is counted and the first use of each op warns. Of a tensor that the op
-writes to, each rank stores its own part.
+costs communication and memory, so each use is counted and the first use of each op warns. If the op
+writes to a tensor, each rank then stores its own part of the new values.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
     """Runs `op` on global tensors, the same on every rank. Tensor results are replicated.
 
     Raises:
-        PlacementError: the op writes to a copied view whose base the write cannot reach.
+        PlacementError: the op writes to a copied view, and the write cannot be stored in its base.
         NoRuleError: the op changes the shape of a tensor that it writes to.
     """
     written = list({id(t): t for t in written_by(written_arguments(op), args, kwargs)}.values())
@@ -105,7 +105,7 @@ def run(cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs) -> Value
             if _reads_gaps(op, leaf, full_values[id(leaf)]):
                 raise NoRuleError(
                     f"{op} got {leaf._spec} of strides {list(leaf._spec.stride)}, whose memory has gaps with values "
-                    "that no rank has; expected a dense tensor: take contiguous() of it before"
+                    "that no rank has; expected a dense tensor: call contiguous() on it first"
                 )
             distributed.append(leaf)
         return full_values[id(leaf)]
@@ -161,7 +161,7 @@ def _outside(
 
 
 def _reads_gaps(op: OpOverload, tensor: Wrapper, full: torch.Tensor) -> bool:
-    """Whether the op reads memory between the elements of `tensor`, which gathering does not keep."""
+    """Whether the op reads memory between the elements of `tensor`. Gathering does not keep that memory."""
     spec = tensor._spec
     dense = preserved_stride(tuple(spec.shape), spec.stride) == spec.stride
     return op._schema.name.startswith("aten::as_strided") and not dense and full is not tensor._local_tensor
@@ -171,7 +171,8 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     """Returns the global values of `tensor`, outside autograd.
 
     Args:
-        copied: whether the caller may write to the result. It still shares memory with a replicated `tensor`.
+        copied: whether the caller may write to the result, so it must not be the stored reduction of a pending sum. For
+            a replicated `tensor` the result is its local tensor itself.
     """
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim

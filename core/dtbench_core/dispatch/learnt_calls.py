@@ -69,7 +69,7 @@ def without_detach(recorded: list[RecordedOp]) -> list[RecordedOp]:
 
 
 def _returned_value(info: OpInfo, args: Args) -> Value:
-    """Returns the result of torch's function of an op without results."""
+    """Returns what torch's Python function returns for an op whose schema returns nothing."""
     return args[0] if returns_list(info) else None
 
 

@@ -47,10 +47,10 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
     written = written_by(info.mutated, args, kwargs) if info.mutated else []
     refuse_writes(written)
     refuse_overlapping_itself(info.op, written, args, kwargs)
-    to_copy = any(map(is_copied, written))
+    writes_copied = any(map(is_copied, written))
     call = describe(info.op, args, kwargs)
     if isinstance(info.returned, str):
-        return _build_out(info, call, to_copy=to_copy)
+        return _build_out(info, call, writes_copied=writes_copied)
     rule = rules.find_rule(info.op)
     if rule is None:
         return None
@@ -76,11 +76,13 @@ def build(info: OpInfo, args: Args, kwargs: Kwargs) -> OpPlan | None:
         raise plain from None
     if chosen is None or not rank_check.every_rank_can(call, strategy, *chosen):
         return None
-    of_copy = args[0]._spec if info.aliases and is_copied(args[0]) else None
-    return _plan_for(info, call, structure, strategy, *chosen, of_copy=of_copy, to_copy=to_copy)
+    copied_spec = args[0]._spec if info.aliases and is_copied(args[0]) else None
+    return _plan_for(
+        info, call, structure, strategy, *chosen, copied_spec=copied_spec, writes_copied=writes_copied
+    )
 
 
-def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
+def _build_out(info: OpInfo, call: OpCall, *, writes_copied: bool) -> OpPlan | None:
     """Returns the plan of `op(..., out=x)` if the op's rule can give its result the placements of `x`, else None."""
     functional, name = out_and_resize.functional_of(info.op), info.returned
     out = call.kwargs.get(name)
@@ -116,7 +118,7 @@ def _build_out(info: OpInfo, call: OpCall, *, to_copy: bool) -> OpPlan | None:
         local_op = None if agreeing is None else agreeing(info.kernel)
     else:
         local_op = outside_mesh.kernel(info.op, out.info, (None,), "tensor")
-    return plan_of_kind(info, local_op, out, _moves(plain, inputs), to_copy=to_copy)
+    return plan_of_kind(info, local_op, out, _moves(plain, inputs), writes_copied=writes_copied)
 
 
 def _plan_for(
@@ -127,8 +129,8 @@ def _plan_for(
     inputs: tuple[Placements, ...],
     outputs: tuple[Placements, ...],
     *,
-    of_copy: DTensorSpec | None,
-    to_copy: bool,
+    copied_spec: DTensorSpec | None,
+    writes_copied: bool,
 ) -> OpPlan:
     mesh = call.inputs[0].info
     orders = orders_of(info.op, call.args, call.kwargs, call.outputs)
@@ -146,7 +148,9 @@ def _plan_for(
         random.keep_in_step(mesh)
     if mesh.coordinate is None and not (info.random and strategy.localize):
         nothing = outside_mesh.kernel(info.op, mesh, specs, structure)
-        return plan_of_kind(info, nothing, out, moves, of_copy=of_copy, to_copy=to_copy, offsets=offsets)
+        return plan_of_kind(
+            info, nothing, out, moves, copied_spec=copied_spec, writes_copied=writes_copied, offsets=offsets
+        )
     local_op = strategy.local_op
     if strategy.localize is not None:
         pairs = zip(call.inputs, inputs, strict=True)
@@ -158,7 +162,7 @@ def _plan_for(
         empty = makes and all(s is None or 0 in s.local_shape for s in specs)
         # A local op made for this rank may accept arguments that the op refuses.
         ask = agreeing is None and (empty or strategy.localize is None)
-        refusal = _refusal_elsewhere(info, call, strategy, inputs, outputs) if ask else None
+        refusal = _error_on_nonempty_ranks(info, call, strategy, inputs, outputs) if ask else None
         if empty:
             local_op = _empty_results(info, local_op or info.op, specs, refusal, several=structure == "list")
         elif refusal is not None:
@@ -168,7 +172,14 @@ def _plan_for(
     if agreeing is not None:
         local_op = agreeing(local_op or info.kernel)
     return plan_of_kind(
-        info, local_op, out, moves, replaced, of_copy=of_copy, to_copy=to_copy, offsets=offsets
+        info,
+        local_op,
+        out,
+        moves,
+        replaced,
+        copied_spec=copied_spec,
+        writes_copied=writes_copied,
+        offsets=offsets,
     )
 
 
@@ -181,22 +192,23 @@ def _moves(call: OpCall, inputs: Sequence[Placements]) -> tuple[Move, ...]:
     )
 
 
-def _refusal_elsewhere(
+def _error_on_nonempty_ranks(
     info: OpInfo,
     call: OpCall,
     strategy: Strategy,
     inputs: Sequence[Placements],
     outputs: Sequence[Placements],
 ) -> Exception | None:
-    """Returns the error that other ranks' kernels raise for any values, if this rank's shard of a tensor is empty.
+    """Returns the error that other ranks' kernels raise whatever the values are, if this rank has an empty shard.
 
-    This rank's kernel would not raise, and the others would wait for it in the next collective.
+    None if no shard of this rank is empty, or if no kernel raises. This rank's kernel would not raise, and the rank
+    would then wait for the others in the next collective.
     """
     mesh = call.inputs[0].info
     coordinate = mesh.my_coordinate()
     shapes = itertools.chain(*rank_check.placed_shapes(call, inputs, outputs))
-    nothing = any(0 in local_extents(shape, p, mesh.sizes, coordinate)[0] for shape, p in shapes)
-    if not nothing or info.by_type:  # by_type: asked at every call
+    has_empty_shard = any(0 in local_extents(shape, p, mesh.sizes, coordinate)[0] for shape, p in shapes)
+    if not has_empty_shard or info.by_type:  # if by_type, `refusal_of_numbers` checks this at every call
         return None
     return rank_check.refusal_of_others(call, strategy, inputs, outputs)
 
@@ -213,8 +225,8 @@ def _empty_results(
 ) -> Call:
     """Returns a function that runs in place of the op on a rank whose results are empty.
 
-    Many kernels raise or warn on empty tensors, and the other ranks would wait for a rank that raises alone. A
-    `LocalShardsWrapper`, empty or not, runs the op itself, as it defines which ops it supports.
+    Many kernels raise or warn on empty tensors, and the other ranks would wait for a rank that raises alone. If an
+    input is a `LocalShardsWrapper`, the op itself runs, since that class defines which ops it supports.
 
     Args:
         refusal: error that the other ranks' kernels raise after all inputs have moved.
@@ -245,7 +257,7 @@ def _empty_results(
 
 
 def _written_inputs(info: OpInfo, call: OpCall) -> tuple[int, ...]:
-    """Returns the indices of the tensor inputs that the op writes to. Their placements cannot change."""
+    """Returns the indices of the tensor inputs that the op writes to. The plan cannot redistribute them."""
     written: list[DTensorSpec] = []
     for position, name in info.mutated:
         value = call.args[position] if position < len(call.args) else call.kwargs.get(name)
@@ -263,8 +275,8 @@ def first_run(
 ) -> tuple[OpPlan, Any]:
     """Runs a new plan and checks the local results against the specs of the rule.
 
-    Local ops may copy where the op gives a view, or leave other strides than on the global tensor. This depends on the
-    shards, so the plan is changed on this rank only.
+    A local op may copy although the op gives a view of the global tensor. Its results may also have other strides than
+    their specs. Both depend on the shards, so the plan is changed on this rank only.
 
     Returns:
         (the plan to keep, the result).

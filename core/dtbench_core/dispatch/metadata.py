@@ -93,7 +93,7 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
     return metas, "list" if several else "tensor"
 
 
-# Ops that `reshape` calls: the second on ranks where a view is possible, the first after a clone on other ranks.
+# Ops that `reshape` calls: the second on ranks where a view is possible. Other ranks clone and then call the first.
 _RESHAPES = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 
@@ -106,7 +106,7 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
     specs = [leaf for leaf in leaves if isinstance(leaf, DTensorSpec)]
     reshapes = op in _RESHAPES
     if not reshapes and (not op.is_view or op is torch.ops.aten.as_strided.default):
-        # Returns before sizes are compared: a graph may not know them.
+        # Return before comparing sizes, which may be unknown in a graph.
         if all(list(s.order) == sorted(s.order) for s in specs):
             return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
@@ -119,14 +119,14 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
     twin_args, twin_kwargs = rebuilt([as_meta(leaf, strides) for leaf in leaves])
     try:
         result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
-    except (RuntimeError, ValueError):  # no such view exists in this order, though it does on this rank
+    except (RuntimeError, ValueError):  # no such view exists in this order, only for this rank's strides
         return [None] * len(metas)
     results = result if isinstance(result, (list, tuple)) else [result]
     return [tuple(memory_order(result.shape, result.stride())) for result in results]
 
 
 def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
-    """Returns where the results of a view begin behind its base, in bytes of the global tensor's memory."""
+    """Returns the byte offset of each result of a view op from its base, in the global tensor."""
     leaves, rebuilt = flattened(args, kwargs)
     meta_args, meta_kwargs = rebuilt([as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
@@ -135,7 +135,10 @@ def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tup
 
 
 def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the result with channels last if the input or the weight has. Kernels do so, the meta kernel does not."""
+    """Returns the result in channels-last format if the input or the weight has it.
+
+    Real kernels return this format, the meta kernel does not.
+    """
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(result.ndim)
     formats = map(suggest_memory_format, (input, weight))
     return result if last is None or last not in formats else result.contiguous(memory_format=last)
@@ -173,7 +176,10 @@ def sorted_by_name(kwargs: Kwargs) -> Kwargs:
 def flattened(args: Args, kwargs: Kwargs) -> tuple[list[Value], Callable[[list[Value]], Any]]:
     """Returns the leaves of a call's arguments, and a function that makes (args, kwargs) from as many new leaves."""
     if not kwargs and not any(isinstance(a, (list, tuple, dict)) for a in args):
-        return list(args), lambda leaves: (leaves, {})  # pytree takes a tenth of the time of making a plan
+        return list(args), lambda leaves: (
+            leaves,
+            {},
+        )  # pytree would take a tenth of the time that making a plan takes
     leaves, tree = tree_flatten((list(args), kwargs))
     return leaves, lambda new_leaves: tree_unflatten(new_leaves, tree)
 
@@ -214,9 +220,10 @@ def _dense_shape(specs: list[DTensorSpec]) -> torch.Size | None:
 
 
 def _empty_twin(leaf: object) -> Value:
-    """Returns for a spec a tensor of as many dims without elements, which gives results of the same dtype.
+    """Returns an empty tensor with the spec's dtype and number of dims. Ops on it give results of the same dtype.
 
-    A 0-dim tensor has an element. It is 1: kernels of polynomials compute every term up to a degree given as a tensor.
+    A 0-dim tensor has one element. It is 1, since polynomial kernels may read it as the degree and compute every term
+    up to it.
     """
     if isinstance(leaf, DTensorSpec):
         return torch.ones((0,) * leaf.ndim, dtype=leaf.dtype, device="cpu")

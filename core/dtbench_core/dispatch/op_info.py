@@ -78,7 +78,7 @@ def _handler_of(op: OpOverload) -> Call | None:
     if op is torch.ops.aten.set_.source_Tensor:
         return out_and_resize.run_set
     if torch.Tag.inplace_view in op.tags and out_and_resize.functional_of(op) is not None:
-        return out_and_resize.run_restating
+        return out_and_resize.run_in_place_view
     if op is torch.ops.aten._unsafe_view.default:
         return _run_unsafe_view
     if op is torch.ops.aten.detach.default:
@@ -87,7 +87,7 @@ def _handler_of(op: OpOverload) -> Call | None:
 
 
 def _run_unsafe_view(dispatch: Call, cls: Any, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Runs the op that AOTAutograd replaces a graph's result by: another tensor of the same memory."""
+    """Runs the op that AOTAutograd puts in place of a graph's result. It returns another tensor on the same memory."""
     source, shape = args[0], tuple(args[1])
     if source._read_only_reason is None or shape != tuple(source._spec.shape):
         return NotImplemented

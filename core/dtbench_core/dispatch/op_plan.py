@@ -7,7 +7,7 @@ arguments (`plan_of_kind` chooses it), so that `run` only looks at what can chan
     View, Views, CopiedViews     the results are views of the first argument; CopiedViews where they had to be copied
     InPlace, Out, InPlaceLists   the op writes to an argument and returns it; or writes to lists and returns nothing
     Moving, LocalShape           wrap another plan: redistribute inputs, replace a global shape by the local one
-    Storing                      wraps a write: stores what was written to copied views to their bases
+    Storing                      wraps a write to copied views: afterwards copies the new values to the views' bases
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class OpPlan:
         out: spec of the result; for several results a list, with None for a result that is not a tensor; None if the op
             returns a Python value.
         functional: whether the op makes new tensors and runs unchanged on the shards.
-        counts: whether the plan increments the version of the tensors that it writes to. Torch does so otherwise.
+        counts: whether the plan increments the version counters of the tensors that it writes to. If not, torch does.
         even: whether all ranks hold equally many elements of the written or viewed tensors; None: not checked yet.
         returned: position, or name, of the written argument that is the result.
     """
@@ -104,14 +104,14 @@ class OpPlan:
         """Runs the call on the shards and wraps the result as `cls`.
 
         Args:
-            call: the op, or a Python function that is only this op.
+            call: the op, or a Python function whose only op is this one.
             args, options: the arguments of the call, with DTensors.
             locals_, kwargs: the same arguments, with shards in place of DTensors.
         """
         raise NotImplementedError
 
     def for_function(self) -> OpPlan:
-        """Returns this plan for calls that bypass torch, which would count the writes."""
+        """Returns this plan for calls that do not pass through torch: it increments the version counters itself."""
         kind = self.__class__
         return kind(self.info, self.kernel, self.out, self.functional, counts=True) if self.writes else self
 
@@ -120,13 +120,13 @@ class OpPlan:
         return Functional(self.info, self.kernel, self.out[index], self.functional)
 
     def as_copied_views(self) -> OpPlan:
-        """Returns this plan of a view op for shards on which the local op copies."""
+        """Returns this plan of a view op for shards that the local op copies."""
         plan = CopiedViews(self.info, self.kernel, self.out, self.functional)
         plan.placements, plan.offsets = None, getattr(self, "offsets", ())
         return plan
 
     def with_spec_strides(self) -> OpPlan:
-        """Returns this plan for a local op whose results have other strides than their specs say."""
+        """Returns this plan for a local op whose results differ in strides from their specs."""
         kernel, out = self.kernel, self.out
 
         def run(*args: object, **kwargs: object) -> Value:
@@ -142,15 +142,15 @@ class OpPlan:
 
 
 def with_spec_strides(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Returns `local`, or a copy of it with the strides that the spec says."""
+    """Returns `local` if its strides match the spec, else a copy with the strides of the spec."""
     return local if spec.matches_strides(local) else with_local_stride(local, spec)
 
 
 def _counted(plan: OpPlan, call: Call, tensors: Sequence[Value], *, view: bool = False) -> Call:
-    """Returns `call` such that torch counts its writes to the shards of `tensors`.
+    """Returns `call` such that it increments the version counters of the shards of `tensors`.
 
-    Compiled backward passes save shards and refuse those whose count has changed. Where shards differ in length, ranks
-    may save different tensors; nothing is counted there, as one rank must not refuse alone.
+    Compiled backward passes save shards and raise if a version has changed. If shards differ in length, nothing is
+    counted: ranks may save different tensors, and one rank could raise alone.
     """
     wrappers = [tensor for tensor in tensors if isinstance(tensor, Wrapper)]
     if plan.even is None:
@@ -172,7 +172,7 @@ class Functional(OpPlan):
 
 
 class SeveralResults(OpPlan):
-    """Several tensors, or a Python value. Some of these ops also write to an argument."""
+    """Plan of an op that returns several tensors or a Python value. Some of these ops also write to an argument."""
 
     __slots__ = ()
 
@@ -193,7 +193,7 @@ class View(OpPlan):
     """Plan of an op whose result is a view of the first argument, sharing its memory.
 
     Attributes:
-        offsets: where each result begins behind the first argument, in bytes of the global tensor.
+        offsets: byte offset of each result from the start of the first argument, in the global tensor.
     """
 
     __slots__ = ("offsets",)
@@ -210,7 +210,7 @@ class View(OpPlan):
         return wrapped
 
     def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
-        """Wraps the result as an inference tensor only if `base` is one: a view shares its base's version."""
+        """Wraps the result as an inference tensor only if `base` is one: a view shares its base's version counter."""
         with DisableTorchFunction():
             inference = base.is_inference()
         with torch.inference_mode(inference):
@@ -223,7 +223,7 @@ class View(OpPlan):
 
 
 class Views(View):
-    """Several views of the first argument."""
+    """Plan of an op that returns several views of the first argument."""
 
     __slots__ = ()
 
@@ -243,11 +243,11 @@ class Views(View):
 
 
 class CopiedViews(Views):
-    """Views whose values had to be copied (redistribute/copied_view.py).
+    """Plan of a view op whose results had to be copied (redistribute/copied_view.py).
 
     Attributes:
-        placements: placements to which the first argument was moved; None if the results do not share its memory even
-            then.
+        placements: placements that the first argument was gathered to. None if the results do not share memory with
+            the gathered copy either.
     """
 
     __slots__ = ("placements",)
@@ -269,18 +269,18 @@ class CopiedViews(Views):
 
 # ---- writes ----
 
-# Kernels refuse an input that overlaps the tensor that they write to, if they can tell. Whether they can depends on
-# the shape, so a shard may be refused where the global tensor is not, and on one rank alone.
+# Kernels raise if an input overlaps the written tensor, as far as they can detect it. Detection depends on the shape:
+# a kernel may raise for a shard though not for the global tensor, and on one rank alone.
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
 def _call_apart(
     error: RuntimeError, call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]
 ) -> None:
-    """Repeats a call that was refused because of overlap, with copies of the tensors that it does not write to.
+    """Repeats a call that raised because of overlap, with copies of the tensors that it does not write to.
 
     Raises:
-        RuntimeError: `error`, if it has another reason.
+        RuntimeError: `error`, if overlap is not its reason.
     """
     if _OVERLAP not in str(error):
         raise error
@@ -289,10 +289,10 @@ def _call_apart(
 
 
 class InPlace(OpPlan):
-    """The written argument is the result.
+    """Plan of an op that writes to an argument and returns it.
 
     Attributes:
-        overlaps: refusals of earlier calls whose arguments share memory (overlap.py).
+        overlaps: results of overlap checks for earlier calls (overlap.py).
     """
 
     __slots__ = ("overlaps",)
@@ -324,7 +324,7 @@ class InPlace(OpPlan):
 
 
 class Out(InPlace):
-    """The argument given as `out=` is the result."""
+    """Plan of an op that writes to its `out=` argument and returns it."""
 
     __slots__ = ()
 
@@ -344,7 +344,10 @@ class Out(InPlace):
 
 
 class InPlaceLists(OpPlan):
-    """Lists are written to, and nothing is returned. Torch does not count writes to members of lists."""
+    """Plan of an op that writes to lists of tensors and returns nothing.
+
+    torch does not increment the version counters of list members, so the plan does.
+    """
 
     __slots__ = ("returns_argument",)
     writes = True
@@ -385,7 +388,10 @@ class InPlaceLists(OpPlan):
 
 
 def returns_list(info: OpInfo) -> bool:
-    """Whether torch's function of an op that writes lists returns the first list. Fused optimizer steps do not."""
+    """Whether torch's Python function for an op that writes to lists returns the first list.
+
+    Those of fused optimizer steps do not.
+    """
     return info.op._schema.name.startswith("aten::_foreach_")
 
 
@@ -445,7 +451,7 @@ class LocalShape(Around):
 
 
 class Storing(Around):
-    """Stores what the op writes to copied views to their bases."""
+    """Wraps a plan that writes to copied views. After the op it copies the new values to the views' bases."""
 
     __slots__ = ()
     writes = True
@@ -500,7 +506,7 @@ class Moving(Around):
     def _moved_inside(
         self, args: Args, options: Kwargs, locals_: list[Value], kwargs: Kwargs
     ) -> tuple[list[Value], Kwargs]:
-        """Does the same where tensors may be members of lists or keyword arguments."""
+        """Same as `_moved`, for calls whose tensors may be in lists or keyword arguments."""
         tensors = [
             leaf
             for leaf in tree_leaves((list(args), sorted_by_name(options)))
@@ -539,8 +545,8 @@ def plan_of_kind(
     moves: tuple[Move, ...] = (),
     replaced: tuple[tuple[int, Any], ...] = (),
     *,
-    of_copy: DTensorSpec | None = None,
-    to_copy: bool = False,
+    copied_spec: DTensorSpec | None = None,
+    writes_copied: bool = False,
     offsets: tuple[int, ...] = (),
 ) -> OpPlan:
     """Returns the plan of an op.
@@ -549,8 +555,8 @@ def plan_of_kind(
         local_op: runs on the shards in place of the op.
         out, offsets: see `OpPlan` and `View`.
         replaced: see `LocalShape`.
-        of_copy: spec of the first argument, if it is a copied view.
-        to_copy: whether the op writes to a copied view.
+        copied_spec: spec of the first argument, if it is a copied view.
+        writes_copied: whether the op writes to a copied view.
     """
     kind: type[OpPlan]
     if info.returned is not None:
@@ -558,28 +564,28 @@ def plan_of_kind(
     elif info.mutated and not info.op._schema.returns:
         kind = InPlaceLists
     elif info.aliases:
-        kind = CopiedViews if moves or of_copy else View if out.__class__ is DTensorSpec else Views
+        kind = CopiedViews if moves or copied_spec else View if out.__class__ is DTensorSpec else Views
     else:
         kind = Functional if out.__class__ is DTensorSpec else SeveralResults
     plan: OpPlan = kind(info, local_op or info.kernel, out, info.functional and local_op is None)
     if isinstance(plan, View):
         plan.offsets = offsets
     if isinstance(plan, CopiedViews):
-        plan.placements = _kept_placements(moves, of_copy)
+        plan.placements = _kept_placements(moves, copied_spec)
     if replaced:
         plan = LocalShape(plan, replaced)
     if moves:
         plan = Moving(plan, moves)
-    return Storing(plan) if to_copy else plan
+    return Storing(plan) if writes_copied else plan
 
 
-def _kept_placements(moves: tuple[Move, ...], of_copy: DTensorSpec | None) -> Placements | None:
+def _kept_placements(moves: tuple[Move, ...], copied_spec: DTensorSpec | None) -> Placements | None:
     """Returns the placements of the gathered tensor that a copied view shares memory with.
 
-    None after a pending reduction was reduced: a write to the sum cannot be stored to its terms.
+    None if a pending reduction had to be reduced: a write to the sum cannot be stored in its terms.
     """
     if not moves:
-        return None if of_copy is None else of_copy.placements
+        return None if copied_spec is None else copied_spec.placements
     _, _, spec, placements = moves[0]
     pairs = zip(spec.placements, placements, strict=True)
     return (

@@ -77,8 +77,8 @@ def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
     for out, value in zip(outs, results, strict=True):
         if any(out is a for a in args) and tuple(out.shape) != tuple(value.shape):
             raise ArgumentError(
-                f"{op} got out= of shape {list(out.shape)}, which is an input, too, for a result of shape "
-                f"{list(value.shape)}; expected out= of that shape"
+                f"{op} got an out= of shape {list(out.shape)} that is also an input, for a result of shape "
+                f"{list(value.shape)}; expected an out= of the result's shape"
             )
         _store(op, out, value)
         store_to_base(out)
@@ -155,13 +155,13 @@ def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
     placements = value._spec.placements if isinstance(value, Wrapper) else (REPLICATE,) * info.ndim
     spec = DTensorSpec.of(info, placements, value.shape, contiguous_stride(value.shape), out._spec.dtype)
     local = out._local_tensor.new_empty(spec.local_shape)
-    restate(out, local, spec)
+    replace_local_and_spec(out, local, spec)
 
 
-def run_restating(
+def run_in_place_view(
     dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, kwargs: Kwargs
 ) -> Value:
-    """Runs in-place views (`t_`, `squeeze_`, `unsqueeze_`), which give a tensor another shape of the same data."""
+    """Runs in-place views (`t_`, `squeeze_`, `unsqueeze_`), which give a tensor another shape on the same data."""
     functional = functional_of(op)
     assert functional is not None
     written: Wrapper = args[0]
@@ -171,10 +171,10 @@ def run_restating(
     if shared and is_copied(result):
         raise PlacementError(
             f"got {op} of {written._spec}, which has to gather a sharded dim, while other tensors share its memory: "
-            "writes to it would not show in them, nor theirs in it; redistribute it so that the dim is whole, or call "
-            "it on a clone()"
+            "writes to it would not be visible in them, and the reverse; redistribute it so that this dim is not "
+            "sharded, or call it on a clone()"
         )
-    restate(written, result._local_tensor, result._spec)
+    replace_local_and_spec(written, result._local_tensor, result._spec)
     written._memory, result._memory = result._memory, None  # a record of the call may keep `result`
     return written
 
@@ -190,12 +190,12 @@ def run_set(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
         raise MixedTensorError(
             f"{op} got a plain torch.Tensor together with a DTensor, expected DTensors only"
         )
-    restate(written, source._local_tensor, source._spec)
+    replace_local_and_spec(written, source._local_tensor, source._spec)
     take_memory(written, source)
     return written
 
 
-def restate(tensor: Wrapper, local: torch.Tensor, spec: DTensorSpec) -> None:
+def replace_local_and_spec(tensor: Wrapper, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Gives `tensor` another local tensor and spec; it stays the same object."""
     set_wrapper_metadata(tensor, spec.shape, spec.stride)
     tensor._local_tensor, tensor._spec = local, spec

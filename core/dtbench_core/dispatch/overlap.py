@@ -1,8 +1,8 @@
-"""Refuses writes that plain tensors refuse: to a tensor whose elements overlap, or that overlaps an input.
+"""Raises for writes for which plain tensors raise: to a tensor whose elements overlap, or that overlaps an input.
 
-Kernels compare addresses. Those of the shards do not show whether the global tensors overlap: a rank may have one row
-of a tensor expanded over rows, no row, or a copy instead of a view. So the op is tried on plain tensors with the global
-strides and offsets, which share memory as the global tensors do.
+Kernels compare addresses. The addresses of shards do not show whether the global tensors overlap: a rank may have one
+row of a tensor expanded over rows, no row, or a copy instead of a view. So the op is tried on plain tensors with the
+global strides and offsets. They share memory as the global tensors do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_ELEMENTS = 1 << 24
 def refuse_overlap(
     op: OpOverload, written: Sequence[Wrapper], args: Args, kwargs: Kwargs, answers: KnownRefusals
 ) -> None:
-    """Raises before `op` writes to `written` if plain tensors would refuse that another argument shares memory.
+    """Raises before `op` writes to `written` if plain tensors would raise because another argument shares its memory.
 
     Args:
         written: those arguments that the op writes to.

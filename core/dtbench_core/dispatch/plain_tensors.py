@@ -53,7 +53,7 @@ def mixes_plain(cls: type[Wrapper], func: Call, args: Args, kwargs: Kwargs) -> b
             if item.__class__ is cls:
                 continue
             if isinstance(item, torch.Tensor) and not isinstance(item, Wrapper) and item.numel() != 1:
-                if _comes_of_transform(func, item) or _is_unused_gradient(item):
+                if _is_made_by_transform(func, item) or _is_unused_gradient(item):
                     continue
                 name = getattr(func, "__name__", str(func))
                 if is_torchs_dtensor(item):
@@ -122,11 +122,11 @@ def _keeps_lists_apart(name: str, args: Args) -> bool:
     )
 
 
-def _comes_of_transform(func: Call, item: torch.Tensor) -> bool:
+def _is_made_by_transform(func: Call, item: torch.Tensor) -> bool:
     """Whether torch.func or forward-mode autograd made the tensor.
 
-    Either it wraps a DTensor or a basis of tangents, which is the same on every rank, or it is on the meta device and
-    serves to compute a shape. Inside `implicit_replication()` it may wrap any tensor.
+    It wraps a DTensor, or a basis of tangents, which is the same on every rank. Or it is a meta tensor used to compute
+    a shape. Inside `implicit_replication()` it may wrap any tensor.
     """
     if functorch_level() is None:
         return item.is_meta and forward_ad._current_level >= 0

@@ -123,9 +123,8 @@ def refusal_of_others(
         ]
         for placements_of_tensors in (placed, results)
     )
-    draws = torch.Generator(info.device_type).manual_seed(
-        0
-    )  # of its own, so that other generators stay unchanged
+    # A separate generator, so that trying the op does not advance the others.
+    draws = torch.Generator(info.device_type).manual_seed(0)
 
     def attempt(fill_value: int) -> None:
         tensors = [
@@ -159,7 +158,7 @@ def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None
 def _refusal(attempt: Callable[[int], None]) -> Exception | None:
     """Returns the error that `attempt` raises for tensors of zeros and for tensors of ones, or None.
 
-    Some ops refuse one of these values: zero is no divisor, and one is no index of a dim of length 1. Errors about the
+    Some ops reject one of these values: zero as a divisor, or one as an index into a dim of length 1. Errors about the
     values of a matrix do not count.
     """
     refusal: Exception | None = None
@@ -168,7 +167,7 @@ def _refusal(attempt: Callable[[int], None]) -> Exception | None:
             attempt(fill_value)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             return None
-        except REFUSALS as error:  # NotImplementedError among them
+        except REFUSALS as error:
             refusal = error
         else:
             return None

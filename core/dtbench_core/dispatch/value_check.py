@@ -1,10 +1,10 @@
-"""Raises on all ranks if a CPU kernel refuses values on one: a zero divisor of integers, an index out of range.
+"""Raises on all ranks if a CPU kernel rejects values on one rank: a zero divisor of integers, an index out of range.
 
 A rank that raised alone would leave the others waiting in the next collective. If the values are spread over ranks, the
 ranks exchange after the kernel whether it raised: an all-reduce of 4 bytes per call, along the mesh dims that the
-values are spread over (0.3 ms on gloo between two ranks). Replicated values need no exchange: all ranks refuse them,
-and ranks with an empty shard try the op on a stand-in. CUDA kernels assert on the device instead, and a graph cannot
-branch on a value; there a rank fails alone.
+values are spread over (0.3 ms on gloo between two ranks). Replicated values need no exchange: all ranks raise, and
+ranks with an empty shard try the op on tensors of ones. CUDA kernels assert on the device instead, and a graph cannot
+branch on a value. In both, a rank fails alone.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _groups(info: MeshInfo, dims: set[int]) -> list[Value]:
 
 
 def _trial(call: OpCall, inputs: Sequence[Placements], spread: set[int]) -> Call | None:
-    """Returns the op on stand-ins of ones for those shards that are empty on this rank only.
+    """Returns a function that runs the op with tensors of ones in place of the shards that are empty only on this rank.
 
     None if this rank's kernel checks the values itself.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from dtbench_core.dispatch.out_and_resize import restate
+from dtbench_core.dispatch.out_and_resize import replace_local_and_spec
 from dtbench_core.errors import SimulationError, describe_ranks
 from dtbench_core.layout.mesh import MeshInfo, mesh_info, mesh_tables
 from dtbench_core.layout.spec import DTensorSpec
@@ -100,7 +100,9 @@ class CoreParts(RankParts):
                 any(part._local_tensor is not local._local_tensors[r] for r, part in parts.items())
                 or spec is not value._spec
             ):
-                restate(value, LocalTensor({r: part._local_tensor for r, part in parts.items()}), spec)
+                replace_local_and_spec(
+                    value, LocalTensor({r: part._local_tensor for r, part in parts.items()}), spec
+                )
 
 
 def spec_of_running_rank(value: DTensorSpec) -> DTensorSpec:
