@@ -45,12 +45,12 @@ def join_launch(fields: dict[str, Any]) -> NoReturn:
         case "preflight":
             from dtbench.preflight.preflight import Coordinator, PreflightRequest
 
-            Coordinator(spec.request_as(PreflightRequest), place, spec.report_path).go()
+            Coordinator(spec.request_as(PreflightRequest), place, spec.report_path).run_and_exit()
         case "profile":
             from dtbench.profile.ranks import RankProfile
             from dtbench.profile.request import ProfileRequest
 
-            RankProfile(spec.request_as(ProfileRequest), place, spec.report_path).go()
+            RankProfile(spec.request_as(ProfileRequest), place, spec.report_path).run_and_exit()
 
 
 if __name__ == "__main__":

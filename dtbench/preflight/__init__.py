@@ -1,4 +1,4 @@
-"""`dtbench preflight`: finds links, hosts and ranks that are slower than their peers, within seconds, before a job.
+"""Finds links, hosts and ranks that are slower than their peers, within seconds, before a job (`dtbench preflight`).
 
-dtbench/tests/preflight_selftest.py measures how often it is wrong, on simulated hosts.
+dtbench/tests/preflight_selftest.py measures how often a preflight is wrong, on simulated hosts.
 """

@@ -1,10 +1,11 @@
 """The examination of a preflight, as a generator: it yields commands, and is sent the times that the ranks measured.
 
-Rank 0 runs the generator, and all ranks carry out its commands. First, a short screen measures pairs of ranks, the
-collectives of each mesh dim, computation and copies. Whatever is slower than `SUSPECT` of its peers' speed becomes a
-suspect. Each suspect is measured again, in turns with peers of the same kind, and only these new times decide. It is
-reported if it is below `NAMED` of its peers' speed, and if the rank sum test (Mann & Whitney 1947) excludes chance. The
-level is `LEVEL` per preflight, shared among the suspects.
+Rank 0 runs the generator, and all ranks carry out its commands. First, a short screening measures pairs of ranks, the
+collectives of each mesh dim, computation and copies. Any rank or link below the share `SUSPECT` of its peers' speed
+becomes a suspect. Suspects are measured again, alternating with peers of the same kind. Only the new times decide.
+
+A suspect is reported if its speed is below the share `NAMED` of its peers' speed, and if the rank sum test (Mann &
+Whitney 1947) excludes chance. The test's significance level is `LEVEL` per preflight, divided among the suspects.
 """
 
 import itertools
@@ -25,16 +26,16 @@ Pair = tuple[int, int]
 PairRound = tuple[Pair, ...]
 
 INSIDE, BETWEEN = "inside hosts", "between hosts"
-# Up to this number, all pairs are measured; beyond it, 2 * log2(n) random rounds.
+# Up to this number of hosts, or of ranks per host, all pairs are measured. Beyond it, 2 * log2(n) rounds of random pairs.
 ALL_PAIRS_UP_TO = 16
 # Shares of the peers' speed. A link at 80 % must be found, and operators act on 10 % (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 16
-PEERS = 3  # a slow rank must be slow in comparison with each of these
-# Repetitions of computation and copies, which take longer.
+PEERS = 3  # a rank is reported only if it is slow in comparison with each of this many peers
+# Repetitions of computation and copies; fewer, since these take longer.
 WORK_REPS, WORK_CONFIRM_REPS = 5, 12
-# At most this many per kind are measured again; with more, the kind has no common speed.
+# At most this many suspects per kind are measured again. With more, the peers have no common speed to compare with.
 MAX_SUSPECTS = 8
 # Duration of one exchange or collective, seconds: well above the noise of clocks and barriers, and short enough for
 # thousands of ranks within a minute.
@@ -50,7 +51,7 @@ MATMUL, COPY = "matrix products", "memory copies"
 ProbeCommand = dict[str, Any]
 # Rank -> its times in seconds. The shape depends on the command, see `part.Probe`.
 Answers = Sequence[Any]
-# Rank -> its host's kernel, its usable CPUs (none if it computes on a GPU) and its number of threads.
+# Rank -> the boot id of its host, its usable CPUs (none if it computes on a GPU) and its number of threads.
 Places = Sequence[tuple[str | None, Sequence[int], int]]
 _Exchanges = dict[Pair, list[float]]  # pair -> seconds of each exchange
 
@@ -77,7 +78,7 @@ class ExaminedWorld:
 
 
 class DimTimes(Struct, frozen=True, kw_only=True):
-    """Times of the all_reduce of a mesh dim, with all groups at work.
+    """Times of the all_reduce of a mesh dim, which all groups run at the same time.
 
     Attributes:
         dim: mesh dim.
@@ -115,12 +116,12 @@ class SlowFinding(Struct, frozen=True, kw_only=True):
 
 
 class Recheck(Struct, frozen=True, kw_only=True):
-    """A suspect that was measured again, in turns with healthy peers.
+    """A suspect that was measured again, alternating with healthy peers.
 
     Attributes:
         finding: the suspect, with its share of its peers' speed in the new measurements.
         time_s: median time of the suspect, seconds.
-        peers_s: time of its peers by the same estimate, time_s * share, seconds.
+        peers_s: estimated time of its peers, time_s * share, seconds.
         size_bytes: bytes of an exchange in each direction, for a link; None for work.
         slow: whether it is reported.
     """
@@ -157,9 +158,9 @@ class Examination:
         pairs: kind of link -> its times.
         dims: mesh dim -> its times.
         work_s: kind of work -> median seconds per rank.
-        findings: reported as slow.
-        rechecks: all suspects.
-        notes: remarks for the reader.
+        findings: links, ranks, hosts and mesh dims that are reported as slow.
+        rechecks: suspects that were measured again.
+        notes: remarks for the user.
         unjudged: comparisons without a verdict, with the reason.
     """
 
@@ -175,13 +176,13 @@ class Examination:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A rank or a link that was slow in the screen.
+    """A rank or a link that was slow in the screening.
 
     Attributes:
         ranks: one rank, or the two ranks of a link.
         kind: kind of link or work.
         pairs: pairs to measure again.
-        controls: healthy pairs to measure in turns with them.
+        controls: healthy pairs that are measured alternately with `pairs`.
     """
 
     ranks: tuple[int, ...]
@@ -230,7 +231,7 @@ def examine(world: ExaminedWorld) -> Measuring[Examination]:
 
 
 def rounds_of(hosts: Sequence[str]) -> dict[str, list[PairRound]]:
-    """Returns for each kind of link the rounds of pairs; in a round, each rank is in at most one pair.
+    """Returns the rounds of pairs for each kind of link. In a round, each rank is in at most one pair.
 
     Ranks within a host are paired on all hosts at once. Between hosts, ranks of equal local index are paired. The
     number of rounds grows with the logarithm of the number of hosts and of ranks per host.
@@ -315,7 +316,8 @@ def work(kind: str, turns: Sequence[Sequence[int]], reps: int) -> ProbeCommand:
 def turns_of(ranks: Iterable[int], places: Places) -> list[list[int]]:
     """Returns turns of ranks that work in parallel.
 
-    A host runs only as many at once as it has CPUs for. Ranks that share CPUs would hide which of them is throttled.
+    On each host, a turn has only as many ranks as the CPUs allow. If ranks shared CPUs, it would not be visible which
+    of them is throttled.
     """
     turns: list[list[int]] = []
     for mine in group_by(ranks, lambda rank: places[rank][0]).values():
@@ -335,7 +337,7 @@ def _screen_dim(dim: str, groups: Sequence[Sequence[int]]) -> Measuring[DimTimes
         dim=dim,
         groups=tuple(map(tuple, groups)),
         size_bytes=size,
-        # The slowest rank of each group in the median call.
+        # For each group, the median over calls of the slowest rank's time.
         times_s=tuple(
             float(median(map(max, zip(*(answers[rank] for rank in group), strict=True)))) for group in groups
         ),
@@ -387,8 +389,8 @@ def _suspect_links(kind: str, pairs_of_kind: LinkTimes, examination: Examination
 def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:
     """Returns for each rank with several partners the lower quartile of its times over partners.
 
-    A quartile, since one exchange may be fast by chance, and partners may be slow themselves. A rank with a single
-    partner cannot be distinguished from its link.
+    The minimum may be fast by chance, and the median may be slow because of slow partners. A rank with a single partner
+    cannot be distinguished from its link.
     """
     times_of_rank: dict[int, list[float]] = {}
     for pair, value in pair_times.items():
@@ -398,14 +400,14 @@ def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:
 
 
 def _pairs_of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:
-    """Returns the pairs of a rank with partners that are not suspects; all of its pairs if every partner is one."""
+    """Returns a rank's pairs with partners that are not suspects. If all are suspects, returns all of its pairs."""
     mine = [pair for pair in pairs if rank in pair]
     return tuple([pair for pair in mine if not (slow.keys() - {rank}) & set(pair)] or mine)
 
 
 def _below(times: Mapping[int, float], notes: list[str], kind: str) -> dict[int, float]:
     """Returns rank -> share of the median speed for ranks below `SUSPECT`, the slowest first."""
-    if len(times) < 3:  # of two ranks, either may be the slow one
+    if len(times) < 3:  # with two ranks, it is unknown which one is the exception
         return {}
     usual = median(times.values())
     slow = {rank: usual / seconds for rank, seconds in times.items() if usual / seconds < SUSPECT}
@@ -420,7 +422,7 @@ def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: s
 
     Args:
         slow: suspects, the slowest first.
-        count: number of all, suspects or not.
+        count: number of all ranks or links of the kind, suspects or not.
     """
     if len(slow) > MAX_SUSPECTS:
         notes.append(
@@ -430,7 +432,7 @@ def _worst(slow: Sequence[Any], count: int, noun: str, notes: list[str], kind: s
 
 
 def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> Measuring[list[Recheck]]:
-    """Measures a suspect's pairs one by one, in turns with healthy pairs."""
+    """Measures a suspect's pairs one by one, alternating with healthy pairs."""
     if not suspect.controls:
         examination.unjudged.append(
             f"{examination.world.words(suspect.ranks)}: no healthy peers ({suspect.kind})"
@@ -446,10 +448,10 @@ def _confirm_link(suspect: _Suspect, examination: Examination, level: float) -> 
 def _confirm_work(
     kind: str, ranks: Sequence[int], places: Places, examination: Examination, level: float
 ) -> Measuring[list[Recheck]]:
-    """Measures the suspects in turns with several healthy peers, one peer after the other.
+    """Measures the suspects together with a healthy peer, and repeats this with several peers.
 
-    A rank is reported only if it is slow in comparison with each of them: other load on a machine slows any rank for a
-    moment.
+    A rank is reported only if it is slow in comparison with each peer, since other load on a machine may slow any rank
+    for a moment.
     """
     times = examination.work_s[kind]
     usual = median(times)
@@ -484,7 +486,7 @@ def _recheck(
     Args:
         controls: seconds of healthy peers.
         rechecked_s: seconds of the suspect.
-        level: of the rank sum test.
+        level: significance level of the rank sum test.
     """
     share = 1 / hodges_lehmann_ratio(controls, rechecked_s).ratio
     p = rank_test(controls, rechecked_s).p_slower

@@ -1,4 +1,4 @@
-"""A rank's measurements in a preflight: exchanges, collectives and work, as commanded by rank 0."""
+"""Measures exchanges, collectives and work on a rank of a preflight, on commands from rank 0."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,8 @@ from dtbench.machine.host import boot_id
 from dtbench.machine.limits import usable_cpus
 from dtbench.preflight.examine import COPY, MATMUL, WORK_S, ProbeCommand
 
-# Operands are larger than the caches of CPUs and occupy a GPU; operations are repeated to last about `WORK_S`.
+# Operands are larger than the caches of CPUs, and large enough to occupy a GPU. Operations are repeated until they take
+# about `WORK_S`.
 MATMUL_N = {"cpu": 512, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 
@@ -44,11 +45,11 @@ class Probe:
             gpus().synchronize()
 
     def _place(self, _command: ProbeCommand) -> tuple[str | None, list[int], int]:
-        """Returns this host's kernel, the usable CPUs (none if the rank computes on a GPU) and its threads."""
+        """Returns the boot id of the host, the usable CPUs (none if the rank computes on a GPU) and its threads."""
         return boot_id(), usable_cpus() if self._device.type == "cpu" else [], torch.get_num_threads()
 
     def _pairs(self, command: ProbeCommand) -> list[list[float] | None]:
-        """Returns for each round the time of each exchange of this rank; None if it has no partner."""
+        """Returns for each round the times of this rank's exchanges; None for a round in which it has no partner."""
         rank = self._world.rank
         partners = [
             next((b if rank == a else a for a, b in pairs if rank in (a, b)), None)
@@ -57,7 +58,7 @@ class Probe:
         exchanges = [partial(self._exchange, partner, command["bytes"]) for partner in partners]
         for exchange, pairs_at_once in zip(exchanges, command["rounds"], strict=True):
             pairs = {(a, b) for a, b in pairs_at_once}
-            # The first exchange of a pair connects it and does not count.
+            # The first exchange of a pair opens its connection and does not count.
             if not pairs <= self._connected_pairs:
                 self._timed(exchange)
                 self._connected_pairs |= pairs
@@ -113,7 +114,7 @@ class Probe:
         return [seconds for count, seconds in times if count]
 
     def _choose_repeats(self, act: Callable[[], object]) -> int:
-        """Returns the repetitions that take `WORK_S` on the fastest rank; all ranks do the same number."""
+        """Returns the number of repetitions that take `WORK_S` on the fastest rank. All ranks use the same number."""
         act()
         fastest = torch.tensor([min(self._timed(act) for _ in range(3))], device=self._device)
         dist.all_reduce(fastest, op=dist.ReduceOp.MIN)

@@ -1,4 +1,4 @@
-"""Runs a preflight on ranks of its own or of a launcher. Rank 0 leads the examination and prints the result."""
+"""Runs a preflight on the ranks of a launcher, or on ranks that it starts itself."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,8 @@ from dtbench.suite.mesh import Mesh
 from dtbench.text.terminal import new_console, print_columns, print_json, print_line
 from dtbench.text.units import bandwidth_unit, format_bandwidth, format_seconds, format_size, plural
 
-# Share of the topology's speed. Speeds of different days and jobs differ by more than those of peers within a minute.
+# Share of the topology's speed below which a mesh dim is reported. Speeds differ more between days and jobs than
+# between peers within a minute.
 SLOWER_THAN_EXPECTED = 0.80
 
 
@@ -55,7 +56,7 @@ class PreflightRequest:
     """The options of `dtbench preflight`.
 
     Attributes:
-        options: those that `dtbench run` has, too.
+        options: the options shared with `dtbench run`.
         expect: the path of a topology to compare with.
         as_json: whether to print JSON.
     """
@@ -68,15 +69,15 @@ class PreflightRequest:
 def preflight(request: PreflightRequest) -> int:
     """Runs a preflight on the ranks of a launcher, or on ranks started here.
 
-    Returns the exit code: 1 if something is slow, 3 if something has no peers to be compared with.
+    Returns the exit code: 1 if something is slow, 3 if a comparison has no verdict, e.g. without peers.
 
     Raises:
-        UsageError: a single rank, or invalid options.
+        UsageError: there is only one rank, or an option is invalid.
     """
     silence_torch()
     options = request.options
     if (place := find_rank_env()) is not None:
-        Coordinator(request, place).go()
+        Coordinator(request, place).run_and_exit()
     if request.expect is not None:
         read_topology(request.expect)
     tell = (lambda _text: None) if request.as_json else print_status
@@ -102,14 +103,15 @@ def _report(diagnosis: Diagnosis, now: ActiveCase) -> None:
 
 
 class Coordinator:
-    """The part of one rank. Rank 0 also runs the examination and prints the result. `go` never returns."""
+    """Runs the preflight on one rank. Rank 0 also runs the examination and prints the result."""
 
     def __init__(self, request: PreflightRequest, place: RankEnv, report_path: str = "") -> None:
         self._options, self._as_json = request.options, request.as_json
         self._expected = None if request.expect is None else read_topology(request.expect)
         self._rank = LaunchedRank(place, _report, report_path=report_path)
 
-    def go(self) -> NoReturn:
+    def run_and_exit(self) -> NoReturn:
+        """Runs the preflight and exits with its exit code."""
         with self._rank as rank:
             _refuse_one(rank.env.world_size)
             options = self._options
@@ -126,7 +128,7 @@ class Coordinator:
         rank.exit()
 
     def _examine(self, mesh: Mesh, timeout_s: float) -> Examination:
-        """Carries out the examination. The result is complete on rank 0 only."""
+        """Carries out the commands of rank 0. Only rank 0 returns the complete examination."""
         from dtbench.preflight.part import Probe
 
         rank, ranks = self._rank, self._rank.ranks
@@ -155,10 +157,10 @@ class Coordinator:
         return examine(world)
 
     def conclude(self, examination: Examination, seconds: float) -> int:
-        """Compares and prints the result on rank 0; returns the exit code."""
+        """Compares the result with --expect, prints it and returns the exit code. Runs on rank 0 only."""
         if self._expected is not None:
             compare_with(self._expected, examination)
-        file = file_of(examination, seconds, str(self._rank.device).partition(":")[0])
+        file = result_of(examination, seconds, str(self._rank.device).partition(":")[0])
         if self._as_json:
             print_json(to_builtins(file))
         else:
@@ -171,7 +173,7 @@ class Coordinator:
 def compare_with(expected: CalibratedTopology, examination: Examination) -> None:
     """Adds findings for mesh dims that are slower than the upper end of the topology's interval.
 
-    This finds what a comparison of peers cannot: all ranks being slow.
+    A comparison of peers cannot find that all ranks are slow; this one can.
     """
     dims = {dim.name: dim for dim in expected.dims}
     if not dims.keys() & examination.dims.keys():
@@ -214,17 +216,17 @@ class Preflight(Struct, frozen=True, kw_only=True):
     """The result of a preflight, as printed by --json.
 
     Attributes:
-        time: of the end, UTC.
+        time: end of the preflight, UTC.
         seconds: duration of the examination.
         device: "cpu" or "cuda".
         hosts: host of each rank.
         mesh: mesh dims with their sizes.
         links: bandwidth of each measured pair.
         dims: times of each mesh dim.
-        work_s: kind of work -> seconds per rank for equal pieces of work.
-        findings: reported as slow.
+        work_s: kind of work -> seconds of each rank, all for the same work.
+        findings: links, ranks, hosts and mesh dims that are reported as slow.
         rechecks: suspects that were measured again.
-        notes: remarks for the reader.
+        notes: remarks for the user.
         unjudged: comparisons without a verdict, with the reason.
         named: share of the peers' speed below which a suspect is reported.
         level: probability that anything is reported if all ranks are equal.
@@ -248,8 +250,8 @@ class Preflight(Struct, frozen=True, kw_only=True):
     level: float
 
 
-def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
-    """Returns the record of an examination."""
+def result_of(examination: Examination, seconds: float, device: str) -> Preflight:
+    """Returns an examination as the `Preflight` that --json prints."""
     return Preflight(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         seconds=seconds,
@@ -273,7 +275,7 @@ def file_of(examination: Examination, seconds: float, device: str) -> Preflight:
 
 
 def names_of(rank_facts: Sequence[Mapping[str, object]]) -> tuple[str, ...]:
-    """Returns the host of each rank; hosts of equal names are numbered by their kernels."""
+    """Returns the host name of each rank. Different hosts (by boot id) with the same name get a number."""
     keys = [(str(info["host"]), info["boot_id"]) for info in rank_facts]
     numbered = {
         key: f"{key[0]}#{number}"
@@ -300,7 +302,7 @@ def print_all(file: Preflight) -> None:
     if rows := list(_rechecked(file)):
         print_columns(
             console,
-            [("measured again, in turns with peers", [row[0] for row in rows])],
+            [("measured again, alternating with peers", [row[0] for row in rows])],
             [(title, [row[n] for row in rows]) for n, title in enumerate(("suspect", "peers", "share"), 1)],
             [("", [row[4] for row in rows])],
         )
@@ -310,7 +312,7 @@ def print_all(file: Preflight) -> None:
 
 
 def _rows(file: Preflight) -> Iterator[list[str]]:
-    """Yields rows: name, slowest, median and fastest of its peers, number of peers."""
+    """Yields rows: name, slowest, median and fastest value, number of compared pairs, groups or ranks."""
     for kind, links in group_by(file.links, lambda link: link.kind).items():
         rates = [link.rate for link in links]
         unit = bandwidth_unit(rates)
@@ -330,7 +332,7 @@ def _rows(file: Preflight) -> Iterator[list[str]]:
 
 
 def _rechecked(file: Preflight) -> Iterator[list[str]]:
-    """Yields rows: suspect, its time or bandwidth, that of its peers, its share of their speed, the verdict."""
+    """Yields rows: suspect, its time or bandwidth, that of its peers, its share of their speed, verdict."""
     for recheck in file.rechecks:
         finding, size = recheck.finding, recheck.size_bytes
         unclear = "no verdict" if finding.share <= file.named else "like its peers"

@@ -1,1 +1,4 @@
-"""Profiles cases of a suite: a call by stage on simulated ranks, an iteration like the step of a job on real ranks."""
+"""Profiles cases of a suite.
+
+On simulated ranks, a call is broken down by stage. On real ranks, an iteration is analyzed like the step of a job.
+"""

@@ -1,10 +1,11 @@
-"""Profiles calls of cases on simulated ranks, in which only the host works.
+"""Profiles the host time of calls on simulated ranks (torch's fake process group, whose collectives do nothing).
 
-Each round of some milliseconds contains recorded calls, calls without recording and the calibration of the recording.
-Only the fastest rounds count, since a shared machine changes its speed within seconds.
+A round takes some milliseconds. It contains recorded calls, calls without recording, and a calibration, which measures
+the cost of recording. Only the fastest rounds count, since a shared machine changes its speed within seconds.
 
 torch's profiler records every Python call, every C function called from Python and every op of torch's dispatcher as
-one tree. Recording one costs 0.2 to 0.6 us. `frame_overheads` measures that cost, to subtract it from the self times.
+one tree. Recording one event costs 0.2 to 0.6 us. `frame_overheads` measures that cost, to subtract it from the self
+times.
 """
 
 import math
@@ -30,8 +31,8 @@ from dtbench.profile.stages import (
     break_down,
     fold,
     frame_pieces,
-    from_brackets,
     named_pieces,
+    spans_from_log,
 )
 from dtbench.records.profile import CallStages
 from dtbench.suite.case import FLOOR, Workload
@@ -43,10 +44,10 @@ _MAX_CALLS, _MIN_CALLS, _BLOCKS = 50, 4, 5
 # Replacing functions clears Python's inline caches. They settle within some 50 calls.
 _WARMUP_CALLS = 60
 _KEPT_ROUNDS = 0.25  # share of the rounds, the fastest ones
-# Rounds with counters, and rounds with frames, which take 0.1 s each; fewer with --quick.
+# Number of rounds with counters, and of rounds with frames, which take 0.1 s each. --quick runs fewer.
 _ROUNDS, _QUICK_ROUNDS = (60, 16), (16, 8)
-_FRAME_CALLS = 20  # recorded at once with frames
-# The impl of the plain op within a tensor subclass, which has no stages.
+_FRAME_CALLS = 20  # maximum number of calls in one recording with frames
+# The impl that runs the plain op inside a tensor subclass. It has no stages, so it is not profiled.
 WRAPPED = "wrapped"
 # torch's names for the kinds of events.
 PYTHON, C_CALL, OP = "PyCall", "PyCCall", "TorchOp"
@@ -55,7 +56,7 @@ _ADDRESS = re.compile(r" of .* object at 0x[0-9a-f]+| at 0x[0-9a-f]+")
 _BUILT_IN = re.compile(r"<?built-in (function|method) ")
 _PLACE = re.compile(r"^(?P<file>[^()]*?)\((?P<line>\d+)\): (?P<name>.*)$", re.DOTALL)
 COUNTER = "counter"
-_BRACKETS = 50  # per calibration; the fastest calibrations agree within nanoseconds
+_TIMED_INTERVALS = 50  # recorded intervals per calibration; the fastest calibrations agree within nanoseconds
 
 
 # A call without recording: (nanoseconds, nanoseconds in which this process had the CPU).
@@ -63,7 +64,7 @@ TimedCall = tuple[float, float]
 
 
 def mean_of(calls: Sequence[TimedCall]) -> TimedCall:
-    """Returns the means of both times."""
+    """Returns the mean of the times and the mean of the CPU times."""
     return fmean(wall_ns for wall_ns, _ in calls), fmean(cpu_ns for _, cpu_ns in calls)
 
 
@@ -78,7 +79,7 @@ class Caller:
         self.warmup = 0 if self.before is not None else min(_WARMUP_CALLS, self.calls)
 
     def time_call(self) -> TimedCall:
-        """Returns the mean over the faster half of some blocks, the same selection as for recorded calls."""
+        """Returns the mean over the faster half of some blocks. Of recorded calls, too, the faster half counts."""
         if self.before is None:
             self._block(self.warmup)
         size = 1 if self.before is not None else max(self.calls // _BLOCKS, 1)
@@ -96,11 +97,11 @@ class Caller:
 class CallRecording:
     """Records the calls of one impl of a case and breaks them down by stage.
 
-    The core's stages come from its own counters, those of other impls from frames. The flame graph always shows frames,
-    which go deeper. The plain op has no stages; only its time is measured.
+    Stages of the core come from its own counters, and stages of other impls from frames. The flame graph always shows
+    frames, which are more detailed. The plain op has no stages; only its time is measured.
 
     Attributes:
-        floor: time of a call of the plain op, once it is measured.
+        floor: time of a call of the plain op; None until it is measured.
         tables: the table of the impl.
         folded: impl -> stacks, for the flame graph.
     """
@@ -137,7 +138,7 @@ class CallRecording:
                 caller,
                 self._rounds,
                 counters(caller),
-                bracket_overheads,
+                counter_overheads,
                 named_pieces,
                 stopwatch.BOOKKEEPING,
             )
@@ -163,7 +164,7 @@ def record_rounds(
     pieces: Pieces,
     ignored: str = "",
 ) -> tuple[CallStages, list[Span], Mapping[str, Overhead]]:
-    """Returns the table, the recorded calls and the fitted cost of recording a span, from the fastest rounds.
+    """Returns the table, the recorded calls and the fitted cost of recording a span. Only the fastest rounds count.
 
     Args:
         caller: calls the workload without recording.
@@ -279,8 +280,8 @@ def frame_overheads() -> Mapping[str, Overhead]:
 def _cost(call: Callable[[], object], kind: str, below: Sequence[Overhead] = ()) -> Overhead:
     """Measures the cost of recording the innermost event of a call.
 
-    For ops, all of it counts as outside the event: torch reads the clock directly before and after the op, and the op's
-    own time is unknown.
+    For ops, the whole cost counts as outside the event: torch reads the clock directly before and after the op, and the
+    op's own time is unknown.
 
     Args:
         call: makes the event.
@@ -303,7 +304,7 @@ def _time_loop_ns(call: Callable[[], object]) -> float:
 
 
 def counters(caller: Caller) -> Callable[[], list[Span]]:
-    """Returns a function that records some calls with the core's counters. The root of each tree is stage "entry"."""
+    """Returns a function that records some calls with the core's counters. The root of each tree is named "entry"."""
     timer = stopwatch.StageTimer()  # made once, since finding the functions to time takes milliseconds
     timed = stopwatch.stopwatch(caller.run, "entry", timer.log)
 
@@ -316,14 +317,14 @@ def counters(caller: Caller) -> Callable[[], list[Span]]:
                 log.clear()
                 timed()
                 if number >= caller.warmup:
-                    roots += from_brackets(log, stopwatch.NAMES, COUNTER)
+                    roots += spans_from_log(log, stopwatch.NAMES, COUNTER)
         return roots
 
     return record
 
 
-def bracket_overheads() -> Mapping[str, Overhead]:
-    """Measures the current cost of one bracket of the core's counters."""
+def counter_overheads() -> Mapping[str, Overhead]:
+    """Measures the cost of one timed interval (start and end reading) of the core's counters."""
     log: list[int] = []
 
     bare_ns = _time_call_ns(_nothing)
@@ -334,9 +335,12 @@ def bracket_overheads() -> Mapping[str, Overhead]:
 
 
 def _time_call_ns(function: Callable[..., object]) -> float:
-    """Returns nanoseconds of a call with three arguments, like the core's dispatch functions, without the loop."""
+    """Returns the nanoseconds of a call, without the cost of the loop.
+
+    The call has three arguments, like those of the core's dispatch functions.
+    """
     full, empty = (
-        min(timeit.repeat(statement, globals={"f": function}, number=_BRACKETS, repeat=3))
+        min(timeit.repeat(statement, globals={"f": function}, number=_TIMED_INTERVALS, repeat=3))
         for statement in ("f(1, 2, 3)", "pass")
     )
-    return max(full - empty, 0.0) / _BRACKETS * 1e9
+    return max(full - empty, 0.0) / _TIMED_INTERVALS * 1e9

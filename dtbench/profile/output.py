@@ -60,7 +60,7 @@ def _stage_table(impls: Sequence[CallStages]) -> list[str]:
 
 
 def section_tables(sections: Sequence[RanksSection]) -> list[str]:
-    """Returns for each section the lines of a job's tables and the profiler's overhead."""
+    """Returns the lines of all sections: for each one the tables of a job, and the profiler's overhead."""
     return [
         line
         for section in sections
@@ -129,12 +129,12 @@ def write_profile(
     Args:
         folder: the folder to make.
         lines: the tables, written to `table.txt`.
-        record: the figures, written to `table.json`.
+        record: the results, written to `table.json`.
         viewer_files: name -> content of the files for the viewer.
         viewer: the web page that opens them.
 
     Raises:
-        OutputError: the folder cannot be written, or exists by now.
+        OutputError: the folder cannot be written, or exists.
     """
     for line in lines:
         print_status(line)

@@ -1,4 +1,4 @@
-"""Profiles cases of a suite, in this process on simulated ranks or in a process for each real rank."""
+"""Profiles cases of a suite. Simulated ranks run in this process; each real rank has its own process."""
 
 import contextlib
 import os
@@ -28,13 +28,13 @@ from dtbench.text.units import plural
 def profile(request: ProfileRequest) -> int:
     """Profiles the cases, writes the folder and returns the exit code.
 
-    In a process that a launcher started as a rank, this does not return.
+    Does not return in a process that a launcher started as a rank.
     """
     # Must be set before torch is loaded. Otherwise, Kineto writes to stderr at each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     silence_torch()
     if (place := find_rank_env()) is not None:
-        RankProfile(request, place).go()
+        RankProfile(request, place).run_and_exit()
     with print_status_if_slow("loading torch and the suite"):
         device_type = choose_device(request.options.device)
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)

@@ -34,7 +34,8 @@ from dtbench.traces.rank_trace import RankTrace, read_rank
 # Recorded iterations of an impl: as many as fit into ITERATIONS_S, within these limits.
 MIN_ITERATIONS, MAX_ITERATIONS, ITERATIONS_S = 3, 10, 0.2
 WARMUP_CALLS = 3
-_BARRIERS = "between iterations"  # the mesh dim that is given to barriers
+# Label used as the mesh dim of the barriers between iterations, to remove them from the tables.
+_BARRIERS = "between iterations"
 _MAX_FILE_NAME = 200  # characters, without the rank
 
 
@@ -43,9 +44,9 @@ class Recorded:
     """One impl of a case, recorded on one rank.
 
     Attributes:
-        label: names case and impl.
-        plain_us: time of each iteration without torch's profiler.
-        trace: its trace.
+        label: name of case and impl.
+        plain_us: time of each iteration without torch's profiler, microseconds.
+        trace: the trace of this rank.
         file: content of the trace's file.
     """
 
@@ -56,10 +57,10 @@ class Recorded:
 
 
 class RankRecording(CollectiveSchedule):
-    """Runs iterations of one impl, first without torch's profiler, to measure its overhead, then with it.
+    """Runs iterations of one impl without torch's profiler, then with it, to measure the profiler's overhead.
 
     Attributes:
-        recorded: the result, once `sample` has succeeded.
+        recorded: the result; unset until `sample` has succeeded.
     """
 
     recorded: Recorded
@@ -138,14 +139,15 @@ class RankProfile:
         self._recorded: list[Recorded] = []
         self._failed = False
 
-    def go(self) -> NoReturn:
+    def run_and_exit(self) -> NoReturn:
         """Profiles all cases, writes the folder on rank 0 and exits."""
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
             tasks = self._request.tasks(self._place.world_size)
             if tasks[0].suite.world != "ranks":
                 raise UsageError(
-                    f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without it"
+                    f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without a "
+                    "launcher"
                 )
             rank.join(device_type, choose_backend(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
@@ -153,7 +155,7 @@ class RankProfile:
         rank.exit()
 
     def _profile(self, tasks: Sequence[Task], device_type: DeviceType) -> list[list[Recorded]]:
-        """Profiles the cases. Returns what each rank has recorded on rank 0, nothing on the others."""
+        """Profiles the cases. On rank 0, returns the recordings of all ranks; on other ranks, returns nothing."""
         import torch.distributed as dist
 
         rank, ranks, options = self._rank, self._rank.ranks, self._request.options
@@ -192,7 +194,7 @@ class RankProfile:
         """Writes the folder and returns the exit code.
 
         Args:
-            parts: for each rank its recordings; all ranks have the same ones.
+            parts: the recordings of each rank. All ranks recorded the same cases and impls in the same order.
         """
         if not self._recorded:
             print_error("nothing could be profiled: no profile was written")
@@ -237,9 +239,9 @@ class RankProfile:
 
 
 def _select_calls(trace: RankTrace, mesh: Mesh) -> Iterator[Call]:
-    """Yields the calls of iterations, and the barriers between them, which are used to align the clocks.
+    """Yields the calls of iterations, and the barriers between iterations, which are used to align the clocks.
 
-    The only dim of a mesh uses the default group, which a trace does not name after the dim.
+    If a mesh has only one dim, that dim uses the default group, whose name in a trace is not the dim's.
     """
     for call in trace.calls:
         dim = mesh[0][0] if len(mesh) == 1 else call.group.mesh_dim

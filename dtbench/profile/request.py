@@ -11,7 +11,7 @@ from dtbench.engine.selection import select
 from dtbench.engine.tasks import Task, matcher
 from dtbench.errors import UsageError
 
-# Readers look at one case at a time, and each takes seconds to measure and hundreds of events to draw.
+# A case takes seconds to measure and hundreds of events to draw, and users look at one case at a time.
 MAX_CASES = 24
 _MAX_LISTED = 8
 
@@ -21,7 +21,7 @@ class ProfileRequest:
     """Options of a profile.
 
     Attributes:
-        options: the options that `dtbench run` has, too.
+        options: the options shared with `dtbench run`.
         case: name of a case; "" for all cases of the suite.
         folder: the folder to write.
         filter_text: the value of --filter.
@@ -49,7 +49,7 @@ def make_request(target: str, filter_text: str, output: Path | None, options: Ru
         target: SUITE[/CASE].
         filter_text: the value of --filter.
         output: the folder to write; None for a name with the current time.
-        options: the remaining options.
+        options: the options shared with `dtbench run`, without suite and filter.
 
     Raises:
         UsageError: the target is malformed.
@@ -84,7 +84,7 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
         )
     if len({task.suite.world for task in chosen}) > 1:
         raise UsageError(
-            f"some of these cases need ranks and some do not: name cases of one kind, of {labels}"
+            f"some of the selected cases need ranks and some do not: select cases of one kind; the first are {labels}"
         )
     if len(chosen) > MAX_CASES:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Breaks recorded calls, trees of nested spans, down into a table of stages that adds up to the measured call.
 
 Recording slows down a call. The time of a call without recording is measured, so the cost of recording can be fitted:
-it is the difference to the recorded time, distributed among the spans in proportion to their calibrated cost. The table
+the recorded time minus that time is distributed among the spans in proportion to their calibrated cost. The table
 therefore adds up. The difference between fitted and calibrated cost is the error of each stage.
 """
 
@@ -13,18 +13,18 @@ from dtbench.grouping import sort_by_order
 from dtbench.records.profile import CallStages, Stage
 from dtbench.suite import STAGES
 
-# Limit of the fitted cost relative to the calibrated one. Beyond it, something other than recording was slow, and the
+# Limit of the fitted cost relative to the calibrated cost. Beyond it, something other than recording was slow. The
 # remaining difference is unattributed.
 MAX_FIT = 3.0
 
 
 @dataclass
 class Span:
-    """A recorded call and those within it.
+    """A recorded call, with the calls within it.
 
     Attributes:
         name: name of the function, op or stage.
-        kind: the kind of record, since each kind has a cost of its own.
+        kind: kind of the recorded event. Recording has a different cost for each kind.
         start_ns, end_ns: nanoseconds.
         children: the calls within it, in order of time.
     """
@@ -66,17 +66,19 @@ class Overhead:
 
 
 NO_OVERHEAD = Overhead(0.0, 0.0)
-# An op that torch passes on to a tensor subclass. The ops around it dispatch and do no work.
+# The event of an op that torch dispatches to a tensor subclass. The ops that enclose it only dispatch, so they do not
+# count as work.
 SUBCLASS_OP = "PythonSubclass"
 
 
-def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[Span]:
-    """Returns the outermost spans of a log of brackets.
+def spans_from_log(log: Sequence[int], names: Sequence[str], kind: str) -> list[Span]:
+    """Converts the counters' log of interval starts and ends to nested spans, and returns the outermost ones.
 
     Args:
-        log: two numbers for each bracket: index of the name and start, or end and -1; nanoseconds.
-        names: the names.
-        kind: the kind of record.
+        log: two numbers for each start and each end. A start has the index of its name and the time, an end the time
+            and -1. Times are in nanoseconds.
+        names: names of the spans.
+        kind: kind of the spans.
     """
     outermost: list[Span] = []
     open_spans: list[Span] = []
@@ -93,9 +95,9 @@ def from_brackets(log: Sequence[int], names: Sequence[str], kind: str) -> list[S
 def self_times(
     root: Span, overheads: Mapping[str, Overhead]
 ) -> Iterator[tuple[Span, tuple[str, ...], float]]:
-    """Yields for each span of a tree (span, names from the root to it, nanoseconds in it but in no child).
+    """Yields for each span of a tree (span, names from the root to the span, nanoseconds outside its children).
 
-    The cost of recording is subtracted: the inner one of the span itself, and the outer one of each child.
+    The cost of recording is subtracted: `inside_ns` of the span itself and `outside_ns` of each child.
     """
     stack: list[tuple[Span, tuple[str, ...]]] = [(root, (root.name,))]
     while stack:
@@ -112,7 +114,8 @@ def fold(
 ) -> dict[tuple[str, ...], float]:
     """Returns stack -> nanoseconds per call, for a flame graph.
 
-    Self times that the correction makes negative become zero, and all are scaled so that they add up to `total_ns`.
+    Where subtracting the cost of recording makes a self time negative, it becomes zero. All are then scaled to add up
+    to `total_ns`.
     """
     folded = defaultdict[tuple[str, ...], float](float)
     for call in calls:
@@ -123,7 +126,7 @@ def fold(
     return {stack: ns * scale for stack, ns in positive.items()}
 
 
-# Yields for each piece of a call (stage, nanoseconds in it, cost of recording that was subtracted from them).
+# Yields for each piece of a call (stage, nanoseconds without the cost of recording, that cost in nanoseconds).
 Pieces = Callable[[Span, Mapping[str, Overhead]], Iterator[tuple[str, float, float]]]
 
 
@@ -139,9 +142,9 @@ def break_down(
     Args:
         calls: recorded calls.
         whole_ns: time of a call without recording.
-        calibrated: kind of record -> its cost.
+        calibrated: kind of span -> calibrated cost of recording one.
         pieces: assigns the parts of a call to stages.
-        ignored: name of spans in which the instrument itself works.
+        ignored: name of the spans in which the recorder itself works.
     """
     recorded_ns = sum(call.duration_ns for call in calls) / len(calls)
     ignored_ns = sum(
@@ -181,7 +184,7 @@ def break_down(
 
 def _recording_cost(call: Span, overheads: Mapping[str, Overhead], ignored: str) -> float:
     """Returns the nanoseconds that recording added to a call, except within ignored spans."""
-    cost_ns = -overheads.get(call.kind, NO_OVERHEAD).outside_ns  # the root's lies before and after it
+    cost_ns = -overheads.get(call.kind, NO_OVERHEAD).outside_ns  # the root's is before and after the call
     for span in call.walk():
         overhead = overheads.get(span.kind, NO_OVERHEAD)
         cost_ns += overhead.outside_ns if span.name == ignored else overhead.total_ns
@@ -189,7 +192,7 @@ def _recording_cost(call: Span, overheads: Mapping[str, Overhead], ignored: str)
 
 
 def named_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
-    """Yields the pieces of a call whose spans are named by their stages, as the core's counters name them."""
+    """Yields the pieces of a call whose spans are named after stages, like those of the core's counters."""
     for span, _, self_ns in self_times(call, overheads):
         outside_ns = sum(overheads.get(child.kind, NO_OVERHEAD).outside_ns for child in span.children)
         yield span.name, self_ns, overheads.get(span.kind, NO_OVERHEAD).inside_ns + outside_ns
@@ -215,15 +218,15 @@ _FRAMES: tuple[tuple[str, str], ...] = (
     ("_dispatch.py(", "glue"),
     ("): wrap", "wrap"),
 )
-# Stages that include everything below them; only a redistribution may contain communication.
+# Stages that include all frames below them. The exception is communication within a redistribution.
 _INCLUSIVE = frozenset({"plan", "redistribute", "communicate", "local op", "wrap"})
 
 
 def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tuple[str, float, float]]:
     """Yields the pieces of a call whose spans are torch's Python and C++ frames.
 
-    torch's dispatch in C++ has no frames. Between two Python frames, it belongs to the stage of the next frame; before
-    the op on the shards, to that op.
+    torch's dispatch in C++ has no frames. Between two Python frames, its time belongs to the stage of the next frame.
+    Directly before the op on the shards, it belongs to that op.
     """
     dispatching = {
         id(span)
@@ -233,7 +236,7 @@ def frame_pieces(call: Span, overheads: Mapping[str, Overhead]) -> Iterator[tupl
     stack: list[tuple[Span, str]] = [(call, "entry")]
     while stack:
         span, stage = stack.pop()
-        # Nanoseconds of the span's inner cost that no piece has subtracted yet.
+        # The span's `inside_ns`, until a piece has subtracted it.
         gap_start_ns, inside_ns = span.start_ns, overheads.get(span.kind, NO_OVERHEAD).inside_ns
         for child in span.children:
             next_stage = _find_stage(child, stage, dispatching)

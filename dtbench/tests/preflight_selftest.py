@@ -256,7 +256,7 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["--gather", path]:
             silence_torch()
-            Gathering(Path(path)).go()
+            Gathering(Path(path)).run_and_exit()
         case [path]:
             sys.exit(selftest(Path(path)))
         case _:

@@ -29,7 +29,7 @@ from dtbench.preflight.examine import (
     rounds_of,
     turns_of,
 )
-from dtbench.preflight.preflight import compare_with, file_of, names_of, print_all, summary_line
+from dtbench.preflight.preflight import compare_with, names_of, print_all, result_of, summary_line
 from dtbench.suite.mesh import default_mesh
 from dtbench.tests import preflight_selftest as selftest
 from dtbench.tests import programs
@@ -188,7 +188,7 @@ def repeats(ranks: FakeRanks) -> bool:
 def printed(examination: Examination, capsys: pytest.CaptureFixture[str]) -> tuple[list[list[str]], str]:
     """The cells of the table that preflight prints, and its last line."""
     capsys.readouterr()
-    print_all(file_of(examination, 3.0, "cpu"))
+    print_all(result_of(examination, 3.0, "cpu"))
     lines = capsys.readouterr().out.splitlines()
     return [re.split(r"  +", line.strip()) for line in lines[:-1]], lines[-1]
 
@@ -249,7 +249,7 @@ def test_every_row_below_the_peers_is_measured_again_or_named(seed: int, noise: 
     uncertain = [
         recheck for recheck in examination.rechecks if recheck.finding.share <= 0.9 and not recheck.slow
     ]
-    line = summary_line(file_of(examination, 3.0, "cpu"))
+    line = summary_line(result_of(examination, 3.0, "cpu"))
     assert not (uncertain and "healthy" in line)
     if uncertain and not examination.findings:
         assert "no verdict" in line and "too unsteady to exclude chance" in line
@@ -280,7 +280,7 @@ def test_trials_of_a_gathered_pool_name_what_is_slow_in_it() -> None:
 def test_preflight_sentence_names_slow_ranks() -> None:
     def text_of_share(share: float) -> str:
         ranks = FakeRanks(hosts_of(4, 2), slow_rank(5, share), work={1: 0.6}, noise=0.01)
-        return summary_line(file_of(ranks.examine(), 3.21, "cpu"))
+        return summary_line(result_of(ranks.examine(), 3.21, "cpu"))
 
     assert re.search(r"; rank 5 \(node-2\): (69|70|71)% of its peers \(between hosts\)", text_of_share(0.7))
     only_work = text_of_share(1.0)
@@ -303,7 +303,7 @@ def test_verdict_without_peers_is_not_healthy(hosts: list[str], link: float, unj
     reason = unjudged or "nothing below 90% of its peers"
     assert re.fullmatch(
         rf"preflight: {'no verdict' if unjudged else 'healthy'} \(.*{reason}",
-        summary_line(file_of(examination, 3.0, "cpu")),
+        summary_line(result_of(examination, 3.0, "cpu")),
     )
     assert bool(examination.unjudged) == bool(unjudged)
 
@@ -322,7 +322,7 @@ def compared_with_topology(examination: Examination, times_as_long: float) -> Ex
 @pytest.mark.parametrize(("times_as_long", "word"), [(1.0, "as expected"), (2.0, "slow")])
 def test_two_ranks_are_judged_by_what_is_expected(times_as_long: float, word: str) -> None:
     assert summary_line(
-        file_of(compared_with_topology(FakeRanks(hosts_of(2)).examine(), times_as_long), 3.0, "cpu")
+        result_of(compared_with_topology(FakeRanks(hosts_of(2)).examine(), times_as_long), 3.0, "cpu")
     ).startswith(f"preflight: {word} (2 ranks on 2 hosts")
 
 
