@@ -454,7 +454,9 @@ def test_only_the_longest_unknown_kernels_are_named(tmp_path: Path) -> None:
 def test_trace_without_kernels_of_an_accelerators_job_is_refused(
     tmp_path: Path, events: list[Event], shows: str
 ) -> None:
-    message = f"rank0.json has no kernels, although '{shows}' shows.*ProfilerActivity.CPU and .CUDA"
+    message = (
+        f"rank0.json has no kernels, although '{shows}' shows.*ProfilerActivity.CPU and ProfilerActivity.CUDA"
+    )
     with pytest.raises(DtbenchError, match=message):
         read_job([write(tmp_path, [op("aten::mm", 0, 9), launch(3, 1), *events])])
 

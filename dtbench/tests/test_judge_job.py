@@ -109,7 +109,7 @@ def test_link_comparison_states_how_the_reference_was_extrapolated(changed, doub
     [
         ({"mesh_dim": "cp", "group_size": 16}, "the topology has dp, tp, none of 16 ranks"),
         ({"bytes": None}, "no bytes"),
-        ({"mesh_dim": "unknown group", "group_size": None}, "unknown ranks"),
+        ({"mesh_dim": "unknown group", "group_size": None}, "an unknown number of ranks"),
         ({"collective": "send"}, "no send over 4 ranks of dim dp"),
         ({"collective": "all_to_all", "mesh_dim": "tp"}, "no all_to_all over 4 ranks"),
     ],
@@ -123,7 +123,9 @@ def test_link_comparison_with_a_public_system():
     calls = [a_call(group_size=8, bytes=size, transfer_s=0.0011638) for size in (64 * MIB, 100)]
     published, too_small = compare_links(a_job(*calls), find_systems(read_systems(), "8xa100-sxm4-40gb"))
     assert published.share == pytest.approx(0.5)  # that takes 581.9 us there
-    assert too_small.caveat == "not published over 8 ranks: 8xA100-SXM4-40GB"
+    assert too_small.caveat == (
+        "no published bandwidth over 8 ranks for this collective and size (systems: 8xA100-SXM4-40GB)"
+    )
 
 
 # ------------------------------------------------------------------------------------ worth

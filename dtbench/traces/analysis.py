@@ -27,14 +27,15 @@ from dtbench.records.topology import CalibratedTopology
 from dtbench.text.units import format_size
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
 
-# A late rank delays the others by at least LATE_SHARE of their exposed communication and LEAST_LATE of its step. Set by
-# hand.
-LATE_SHARE, LEAST_LATE = 0.5, 0.05
+# A rank is late only if its extra time outside exposed communication reaches two limits, chosen by hand. They are
+# LATE_SHARE of the others' median exposed communication, and MIN_LATE_STEP_SHARE of its own step.
+LATE_SHARE, MIN_LATE_STEP_SHARE = 0.5, 0.05
 ABOVE_CALIBRATED = (
-    "above 100%: measured in other bursts or under other load than the job's, so the two cannot be compared"
+    "above 100%: the reference was measured with other bursts of traffic or another load than the job's, so the two "
+    "cannot be compared"
 )
 
-# Public systems each have one number of ranks.
+# A calibrated topology, or published systems, each of which was measured with a single number of ranks.
 Topology = CalibratedTopology | Sequence[System]
 
 
@@ -83,16 +84,18 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     """Returns the reference time of a call in seconds, its source, and a caveat."""
     size, ranks = kind.bytes, kind.group_size
     if not size or not ranks or ranks < 2:
-        return (
-            None,
-            "",
-            f"the trace shows {size or 'no'} bytes over {ranks or 'unknown'} ranks: expected both, and 2 ranks or more",
+        caveat = (
+            f"the trace shows {size or 'no'} bytes and {ranks or 'an unknown number of'} ranks: "
+            "expected a known size and at least 2 ranks"
         )
+        return None, "", caveat
     if not isinstance(topology, CalibratedTopology):
         for system in topology:
             if system.ranks == ranks and (busbw := system.busbw(kind.collective, size)):
                 return size * busbw_factor(kind.collective, ranks) / busbw, system.name, "another machine"
-        return None, "", f"not published over {ranks} ranks: {', '.join(system.name for system in topology)}"
+        names = ", ".join(system.name for system in topology)
+        caveat = f"no published bandwidth over {ranks} ranks for this collective and size (systems: {names})"
+        return None, "", caveat
     named = [dim for dim in topology.dims if dim.name == kind.mesh_dim]
     candidates = named or [dim for dim in topology.dims if dim.ranks == ranks]
     if not candidates:
@@ -170,7 +173,9 @@ def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
         if not others or last_share <= 1 / group_size:
             continue
         late_s = step.step_s - step.exposed_s - median(parts.step_s - parts.exposed_s for parts in others)
-        if late_s < max(LATE_SHARE * median(parts.exposed_s for parts in others), LEAST_LATE * step.step_s):
+        if late_s < max(
+            LATE_SHARE * median(parts.exposed_s for parts in others), MIN_LATE_STEP_SHARE * step.step_s
+        ):
             continue
         excess_s = {
             part: (getattr(step, f"{part}_s") or 0.0)
@@ -185,8 +190,8 @@ def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
 def compare_recordings(bases: Sequence[Job], heads: Sequence[Job]) -> JobAnalysis:
     """Compares recordings of base and head on the ranks that all of them have.
 
-    Calls differ if no recording of the base has as many calls as a recording of the head. Each recording is one launch,
-    whatever its number of steps.
+    A number of calls has changed if no recording of the base has the same number as a recording of the head. Each
+    recording is one launch, whatever its number of steps.
 
     Raises:
         UsageError: no rank is in all recordings, or only some recordings have steps.
@@ -195,7 +200,9 @@ def compare_recordings(bases: Sequence[Job], heads: Sequence[Job]) -> JobAnalysi
     ranks = set.intersection(*map(set, steps))
     lengths = {counts[rank] for counts in steps for rank in ranks}
     if not (bases and heads and lengths) or (0 in lengths and len(lengths) > 1):
-        raise UsageError("no rank is in all recordings, with steps or without: record both sides alike")
+        raise UsageError(
+            "no rank is in all recordings, or only some recordings have steps: record base and head in the same way"
+        )
     base_calls, head_calls = (
         [_calls_per_step(job, ranks, len(lengths) > 1) for job in side] for side in (bases, heads)
     )
@@ -219,7 +226,8 @@ def _calls_per_step(job: Job, ranks: Set[int], round_down: bool) -> _CallCounts:
     """Counts the calls per step.
 
     Args:
-        round_down: for recordings of different lengths. Calls outside steps do not grow with the number of steps.
+        round_down: whether to round down, needed if recordings have different numbers of steps. Calls that do not
+            repeat every step would otherwise give different fractions.
     """
     steps = {rank.rank: max(len(rank.each_step), 1) for rank in job.ranks if rank.rank in ranks}
     calls = group_by(
@@ -267,8 +275,8 @@ def _compare_calls(bases: Sequence[_CallCounts], heads: Sequence[_CallCounts]) -
 def _compare_times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) -> Iterator[TimeChange]:
     """Compares the time of each activity per step.
 
-    The verdict is on a step of the base in which only this activity changes. How much single activities differ between
-    launches of one build is unknown.
+    Before the test, the base's median step time is added to the time of a single activity. Its change is thus judged
+    relative to a whole step, because the scatter of single activities between launches is unknown.
     """
     sides = [[_times_per_step(job, ranks) for job in side] for side in (bases, heads)]
     base_step_s = median(times["step_s"] for times in sides[0])
@@ -276,7 +284,11 @@ def _compare_times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) 
         base, head = ([times.get(part, 0.0) for times in side] for side in sides)
         rest_s = 0.0 if part == "step_s" else base_step_s
         verdict, why, effect = compare_launches([s + rest_s for s in base], [s + rest_s for s in head])
-        why = f"cannot tell: one launch on each side, record {MIN_LAUNCHES}" if why == SINGLE_LAUNCH else why
+        why = (
+            f"cannot tell: one launch on each side; record {MIN_LAUNCHES} or more"
+            if why == SINGLE_LAUNCH
+            else why
+        )
         yield TimeChange(part, verdict, why, median(base), median(head), effect)
 
 

@@ -25,10 +25,12 @@ from dtbench.traces.rank_trace import RankTrace
 
 # No rank leaves these before all ranks have arrived. A broadcast's root, or a sender, may leave long before.
 _SYNCHRONIZING = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
-# Ranks with the same host name share a clock, unless their end times differ by more than SAME_HOST_US. gloo's end times
-# differ by less. Each process converts the CPU's counter to time by itself, with an error well below SAME_CLOCK_US.
+# Ranks with the same host name share a clock, unless their end times differ by more than SAME_HOST_US. With gloo, end
+# times on one host differ by less than that. Each process converts the CPU's counter to time separately, with an error
+# well below SAME_CLOCK_US.
 SAME_HOST_US, SAME_CLOCK_US = 5e3, 20.0
-# Group members, group name, collective, "seq" or "nth", and that number: the same for one call on all its ranks.
+# Identifies a call across ranks: group members, group name, collective, the kind of number ("seq" or "nth") and the
+# number.
 _CallKey = tuple[object, ...]
 # Call key -> rank -> index of the call in the rank's trace.
 _MatchedCalls = Mapping[_CallKey, Mapping[int, int]]

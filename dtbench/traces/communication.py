@@ -190,7 +190,11 @@ def _list_groups(info: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_backend(info: Mapping[str, Any], on_gpu: bool) -> str:
-    """Returns the backend of the default group. If torch calls it `undefined`, it has one per device type."""
+    """Returns the backend of the default group.
+
+    torch writes "undefined" if the group has a backend per device type. The result is then the accelerator's backend
+    with `on_gpu`, else the CPU's.
+    """
     backend = printable(info.get("backend", ""))
     config = [str(entry.get("backend_config")) for entry in _list_groups(info)[:1] if backend == "undefined"]
     by_device = re.findall(r"(\w+):(\w+)", "".join(config)[:200])

@@ -22,7 +22,7 @@ from dtbench.traces.kineto import printable
 from dtbench.traces.rank_trace import RankTrace, read_rank
 from dtbench.traces.steps import Steps, count_outlying_first, find_complete_steps
 
-_MAX_LANE_INTERVALS = 300  # more are indistinguishable on a page, which has 2 MB for all lanes
+_MAX_LANE_INTERVALS = 300  # more could not be told apart on a page, which is limited to 2 MB
 _MAX_CALLERS = 3
 _MAX_LISTED_RANKS = 8
 _MAX_JOB_BYTES = 256 * 2**20
@@ -76,7 +76,7 @@ def load_job(path: Path) -> Job:
     try:
         return convert(read_json(file, "a job of `dtbench profile`", _MAX_JOB_BYTES), Job)
     except BadFieldError as error:
-        raise UnreadableRunError(f"{file} is no job of `dtbench profile`: {error}") from error
+        raise UnreadableRunError(f"{file} is not a job written by `dtbench profile`: {error}") from error
 
 
 def _is_trace(file: Path) -> bool:
@@ -231,7 +231,11 @@ def _rank_figures(trace: RankTrace, aligned: AlignedJob, first: RankTrace) -> Ra
 
 
 def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
-    """Returns the rank's communication by mesh dim. Exposed time is split into waiting and transfer, then shared."""
+    """Returns the rank's communication by mesh dim.
+
+    Exposed time is split into waiting and transfer. Where several of them overlap, each gets an equal share of the
+    overlap.
+    """
     by_dim = group_by(enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.mesh_dim)
     steps = union(intervals(trace.steps.spans or (trace.span,)))
     rows, exposed = [], list[Intervals]()

@@ -44,7 +44,8 @@ _COLLECTIVES = (
     (r"(?:\w+_)?allreduce_fusion_kernel\w*|(?:\w+_)?one_shot_(?:\w+_)?all_reduce_norm_kernel", "all_reduce"),
     (r"flashinfer::comm::pcie_ipc::\w+_kernel", "all_reduce"),
     (r"flashinfer::mixed_comm::\w+_kernel", ""),
-    # MoE. The same, and helixAllToAll.cu, ulysses_all_to_all.cuh; DeepEP: csrc/kernels, deep_ep/include/deep_ep/impls;
+    # Mixture of experts. TensorRT-LLM and FlashInfer: the files above, helixAllToAll.cu and ulysses_all_to_all.cuh;
+    # DeepEP: csrc/kernels, deep_ep/include/deep_ep/impls;
     # mori: src/ops/dispatch_combine, include/mori/collective; pplx-kernels and pplx-garden: a2a kernels.
     (r"moeA2A(?:Dispatch|Combine)Kernel|(?:moe|helix)AllToAllKernel|ulysses_a2a_kernel", "all_to_all"),
     (r"deep_ep::(?:\w+::)*(?:notify_|hybrid_)?(?:dispatch|combine)(?:_impl)?", "all_to_all"),

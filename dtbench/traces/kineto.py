@@ -214,7 +214,7 @@ class Trace:
         return None
 
     def _cut(self, separator: tuple[int, int], events: list[Event]) -> list[Event]:
-        """Removes the text before a separator, which ends with `events`."""
+        """Removes the text up to the separator and returns `events`, which were decoded from it."""
         if self._tail is not None:
             self._tail += self._text[separator[0] + 1 :]
         self._text = self._text[separator[1] :]

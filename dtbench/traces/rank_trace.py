@@ -48,13 +48,15 @@ _KINDS = {
     "trace": "trace",
 }
 _KINDS |= {name.capitalize(): kind for name, kind in _KINDS.items()}
-# Names that show an accelerator in a trace without kernels: backends such as NCCL and XCCL (not gloo, MPI, UCC and
-# ccl), ops of devices, and categories of unsupported kernels (libkineto/include/ActivityType.h).
+# Names that reveal an accelerator in a trace without kernels. They are backends such as nccl and xccl, ops of a device
+# type such as mps or npu, and categories of kernels that dtbench cannot read (libkineto/include/ActivityType.h). gloo,
+# MPI, UCC and plain ccl do not count.
 _ON_DEVICE = re.compile(
     r"^(?:(?:\w+ccl|cncl)(?::|$)|(?:aten::_?|torch_)?(?:mps|npu|hpu|xla|mtia)(?:_|::)|collective_comm$)"
 )
 _COUNTED_OP = re.compile(rf"{C10D_EVENTS.pattern}|^gloo:")
-# An op that torch passes on to a tensor subclass. The ops around it dispatch and do no work.
+# The event of an op that torch dispatches to a tensor subclass. The ops that enclose it only dispatch, so they do not
+# count as work.
 _SUBCLASS_OP = "PythonSubclass"
 # The annotation around sends and receives in traces that dtbench recorded. The group's name follows.
 _GROUP_ANNOTATION = "dtbench:group "
@@ -83,14 +85,14 @@ class RankTrace:
         source: name of the file.
         torch, host, device: version of torch, name of the host, name of the GPU; "" if unknown.
         calls: its collectives, in the order in which the host issued them.
-        compute: when it computed, united.
-        copies: when it copied memory, united.
-        launched: (start of a kernel, time at which the host launched it), by start.
+        compute: the intervals in which it computed, merged.
+        copies: the intervals in which it copied memory, merged.
+        launched: (start of a kernel, time at which the host launched it), sorted by start.
         span: start and end of all work.
         steps: its steps.
         on_gpu: whether the trace has kernels.
-        window: entries of dtbench's recorder. "asked" and "whole" are the numbers of requested and complete steps.
-            "why" is the reason for fewer. "warm" is true if there is no warm-up to exclude.
+        window: what dtbench wrote about the recorded steps. "asked" and "whole" are the numbers of requested
+            and complete steps. "why" is the reason for fewer. "warm" is true if the recording contains no warm-up.
         notes: what was excluded or is unknown.
     """
 
@@ -133,7 +135,10 @@ class _Spans:
         return np.column_stack([ts, ts + dur])
 
     def in_order(self) -> Iterator[tuple[int, float, float]]:
-        """Yields (index, start, end) with enclosing events first, then index -1."""
+        """Yields (index, start, end) sorted by start, enclosing events first.
+
+        A last item with index -1 and infinite times makes the caller close all open ops.
+        """
         pairs = self.pairs()
         order = np.lexsort((-pairs[:, 1], pairs[:, 0]))
         for part in np.array_split(order, len(order) // 10_000 + 1):
@@ -161,7 +166,7 @@ class _RankReader:
         self.trace = Trace(path)
         self._zero: int | None = None
         self._kernels, self._copies, self._launches = _Spans(), _Spans(), _Spans()
-        # By thread. The tag numbers the name, and calls of c10d have arguments.
+        # Thread -> its ops. The tag is the number of the op's name. Arguments are kept for calls of c10d only.
         self._ops = defaultdict[int, _Spans](_Spans)
         self._names: dict[str, int] = {}
         self._threads: dict[Any, int] = {}
@@ -178,7 +183,7 @@ class _RankReader:
     def read(self, fallback_rank: int) -> RankTrace:
         for events in self.trace.events():
             if self._zero is None:
-                self._zero = _middle(
+                self._zero = _choose_zero(
                     [event.ts for event in events if _KINDS.get(event.cat or "", "trace") != "trace"]
                 )
             for event in events:
@@ -220,7 +225,10 @@ class _RankReader:
                 self._marks.append(op)
 
     def _is_new(self, op: Op) -> bool:
-        """Returns whether this is the first such event. A profile that was exported twice contains each event twice."""
+        """Returns whether no equal event was read before.
+
+        A profile that was exported twice contains each event twice.
+        """
         count = len(self._hashes)
         self._hashes.add(hash((op[:4], _number(op.args.correlation), _number(op.args.external))))
         self._excluded[_REPEATED] += count == len(self._hashes)
@@ -322,14 +330,16 @@ class _RankReader:
             end = " before the point where it is cut off" * self.trace.cut_off
             raise UnreadableRunError(
                 f"{self.trace.path} has no kernels{end}, although {printable(shows)!r} shows a job on an accelerator: "
-                "expected kernels of CUDA, ROCm or XPU. Give the whole trace of a profiler with ProfilerActivity.CPU "
-                "and .CUDA (on Intel's .XPU), or run the job by `dtbench profile -- COMMAND`"
+                "expected kernels of CUDA, ROCm or XPU. Give the complete trace of a profiler with "
+                "ProfilerActivity.CPU and ProfilerActivity.CUDA (on Intel GPUs: ProfilerActivity.XPU), or "
+                "record the job with `dtbench profile -- COMMAND`"
             )
 
     def _host_calls(self, on_gpu: bool) -> tuple[list[Op], _Spans]:
-        """Returns the calls of c10d with their enclosing ops and, without a GPU, when torch's ops worked.
+        """Returns the calls of c10d with their enclosing ops, and the intervals in which torch's ops worked.
 
-        Ops that communicate, or that torch passed on to a tensor subclass, do not count as work.
+        The intervals are needed only without a GPU. Ops that communicate, or that torch dispatched to a tensor
+        subclass, do not count as work.
         """
         calls, work, names = list[Op](), _Spans(), list(self._names)
         for thread, ops in self._ops.items():
@@ -346,7 +356,8 @@ class _RankReader:
                 if index >= 0:
                     name, args = names[ops.tag[index]], ops.args.get(index)
                     if args is not None:
-                        # Ops may overlap without nesting: a step may begin within the optimizer's and outlast it.
+                        # Ops may overlap without nesting: a step's annotation may begin within the optimizer's
+                        # annotation and end after it.
                         parents = tuple(
                             parent for _, op_end, parent, _ in open_ops[-_MAX_NESTING:] if op_end >= end
                         )
@@ -355,7 +366,7 @@ class _RankReader:
         return calls, work
 
     def _launched(self) -> Any:
-        """Returns (launch, start) of the kernels whose launch is recorded, by launch."""
+        """Returns (launch, start) of the kernels whose launch is recorded, sorted by launch time."""
         ts, _, tag = self._kernels.arrays()
         launch_ts, _, launch_tag = self._launches.arrays()
         if not len(launch_ts):
@@ -541,8 +552,11 @@ def _number(value: object) -> int:
     return value if type(value) is int and 0 <= value < 2**62 else -1
 
 
-def _middle(times: Sequence[Any]) -> int | None:
-    """Returns a time near most of the others, to count from. Times may be since 1970, and single ones may be wrong."""
+def _choose_zero(times: Sequence[Any]) -> int | None:
+    """Returns the median of the valid times, which becomes the trace's zero; None without valid times.
+
+    Times may count from 1970, and single times may be wrong.
+    """
     valid = sorted(
         int(time_us) for time_us in times if type(time_us) in (int, float, Decimal) and abs(time_us) < 1e18
     )

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dtbench.errors import UsageError
 
-# The first steps create communicators, compile, and rebuild DDP's buckets. The sum fits scripts with 20 steps.
+# The first steps create communicators, compile, and rebuild DDP's buckets. WARMUP +
+# STEPS is small enough for scripts with 20 steps.
 WARMUP, STEPS = 5, 3
 _FORWARDED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 _NO_RANKS = "nothing was recorded: no Python process joined a process group, or PYTHONPATH did not reach it"
@@ -52,7 +53,8 @@ def record(
         UsageError: the command cannot be started.
     """
     folder = folder.resolve()
-    # The log level silences Kineto's messages about each start. The dump shows NCCL's last collectives after a timeout.
+    # KINETO_LOG_LEVEL silences Kineto's message at each start. After a timeout, NCCL dumps its last collectives (flight
+    # recorder) into the file of TORCH_FR_DUMP_TEMP_FILE.
     env = {
         "KINETO_LOG_LEVEL": "99",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
@@ -76,7 +78,7 @@ def record(
                 process.send_signal(received.si_signo)
     except OSError as error:
         raise UsageError(
-            f"cannot run {command[0]!r}: {(error.strerror or str(error)).lower()}; give a command, as "
+            f"cannot run {command[0]!r}: {(error.strerror or str(error)).lower()}; give a command such as "
             "`torchrun train.py`"
         ) from error
     finally:

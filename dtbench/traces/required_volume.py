@@ -1,4 +1,4 @@
-"""Compares the bytes of a job's collectives with those that its layout requires by the planner's volumes."""
+"""Compares the bytes of a job's collectives with the bytes that `dtbench plan` predicts for its layout."""
 
 import re
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ _NO_STEP = re.compile(
 )
 _REPETITION = "repetition"
 _OPTIMIZER = "Optimizer.step#"
-# A first step that takes more than this times a usual one is warm-up or compilation. Set by hand.
+# A first step that takes more than OUTLYING times as long as a usual step is warm-up or compilation. Chosen by hand.
 OUTLYING = 2.0
 _MIN_COVERAGE = (
     0.5  # an annotation is a step if it covers at least this share from its first start to its last end
@@ -42,7 +42,7 @@ class Steps:
         host_spans: (start, end) on the host.
         spans: (start, end) on the device. A step starts with the first kernel launched in it and ends where the next
             one starts. Without a GPU, these are the host's spans.
-        excluded: number of further steps in the trace.
+        excluded: number of steps in the trace that were left out.
     """
 
     source: str = ""
@@ -78,8 +78,8 @@ class Steps:
     def contain(self, host_times: Sequence[float]) -> NDArray[np.bool_]:
         """Returns for each time whether it lies in a step.
 
-        Without steps, every time does. So do times after the last repetition of the collectives, because a further step
-        with an unknown end starts there.
+        If no steps were found, every time counts as inside. If the steps come from repeated collectives, so do times
+        after the last repetition: a step with an unknown end begins there.
         """
         is_after = np.array(host_times) >= (self.host_spans[-1][1] if self.host_spans else -np.inf)
         return (self.indices_at(host_times) >= 0) | (is_after & (self.source in ("", _REPETITION)))

@@ -98,7 +98,8 @@ class Recorder:
         if self.optimizer() is not optimizer:
             return
         self.done += 1
-        self.mesh_dims = self.mesh_dims or mesh_dims()  # when a whole run ends, its groups are gone
+        # Read now, because the process groups may be destroyed before a recording of the whole run ends.
+        self.mesh_dims = self.mesh_dims or mesh_dims()
         self.await_step()
         if self.profile is None and self.done == self.warmup - 1 and not self.has_ended:
             self.begin()
