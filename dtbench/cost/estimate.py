@@ -75,7 +75,7 @@ def estimate_call(curve: MeasuredCurve, size_bytes: float) -> CallEstimate:
 
 
 def _bounds(row: TableRow) -> tuple[float, float]:
-    """Returns the interval of a row; without one, its time twice."""
+    """Returns the interval of a row. For a row without an interval, both ends are its time."""
     return row.low_us or row.time_us, row.high_us or row.time_us
 
 

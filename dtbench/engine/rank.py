@@ -61,7 +61,7 @@ from dtbench.errors import (
     plain,
     print_error,
 )
-from dtbench.machine.limits import refuse_few_files
+from dtbench.machine.limits import ensure_file_limit
 from dtbench.records.atomic import replace_file
 from dtbench.suite.mesh import Mesh
 from dtbench.text.masking import mask
@@ -372,7 +372,7 @@ def silence_torch() -> None:
     Raises:
         UsageError: torch cannot be loaded here.
     """
-    refuse_few_files()
+    ensure_file_limit()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

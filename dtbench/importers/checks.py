@@ -1,4 +1,4 @@
-"""Checks the figures of tables for consistency.
+"""Checks that the size, time and bandwidths of each measurement agree.
 
     algbw = size / time          busbw = algbw * factor(collective, ranks)
 
@@ -14,7 +14,7 @@ from dtbench.importers.model import (
     ITEMSIZE,
     SPELLINGS,
     Log,
-    LogFigure,
+    LogMeasurement,
     LogRow,
     LogTable,
     PrintedNumber,
@@ -47,7 +47,7 @@ class _TableRefusedError(Exception):
 
 
 def check(log: Log, *, collective: str | None = None, ranks: int | None = None) -> None:
-    """Determines each table's collective and ranks, and marks inconsistent figures.
+    """Determines each table's collective and ranks, and marks inconsistent measurements.
 
     Args:
         collective: the user's value for tables that do not state theirs.
@@ -172,11 +172,13 @@ def _collective_in_name(name: str) -> str | None:
 def _check_rows(table: LogTable) -> None:
     assert table.collective is not None and table.ranks is not None
     factor = busbw_factor(table.collective, table.ranks)
-    # Intervals of busbw / algbw, of the figures that are not rounded too coarsely.
+    # Intervals of busbw / algbw, for measurements that are not rounded too coarsely.
     ratios = [
         (busbw.low / algbw.high / _SLACK, busbw.high / algbw.low * _SLACK)
-        for _, figure in table.figures
-        if not figure.fault and (algbw := figure.algbw) is not None and (busbw := figure.busbw) is not None
+        for _, measurement in table.measurements
+        if not measurement.fault
+        and (algbw := measurement.algbw) is not None
+        and (busbw := measurement.busbw) is not None
         if max(algbw.coarseness, busbw.coarseness) <= _MAX_COARSENESS
     ]
     # Tolerates single rows that were edited.
@@ -187,51 +189,51 @@ def _check_rows(table: LogTable) -> None:
             f"{table.ranks} ranks ({table.ranks_from}): the collective or the number of ranks is wrong"
             + ("; if a list of ranks was cut short, give --ranks N" if table.ranks_from != "--ranks" else "")
         )
-    for row, figure in table.figures:
+    for row, measurement in table.measurements:
         if row.root is not None and not -1 <= row.root < table.ranks:  # -1: no root
-            figure.fail(f"its root is rank {row.root} of {table.ranks}")
-        _check_count(row, figure, table.ranks if table.collective in COUNTED_PER_RANK else 1)
-        _check_figure(row, figure, factor)
+            measurement.fail(f"its root is rank {row.root} of {table.ranks}")
+        _check_count(row, measurement, table.ranks if table.collective in COUNTED_PER_RANK else 1)
+        _check_measurement(row, measurement, factor)
     _derive_times(table, factor)
 
 
-def _check_count(row: LogRow, figure: LogFigure, parts: int) -> None:
+def _check_count(row: LogRow, measurement: LogMeasurement, parts: int) -> None:
     itemsize = ITEMSIZE.get(row.dtype)
     if row.count is None or itemsize is None or row.count * itemsize * parts == row.size_bytes:
         return
     elements = f"{row.count} elements of {row.dtype}" + (f" on each of {parts} ranks" if parts > 1 else "")
-    figure.fail(f"{elements} are {row.count * itemsize * parts} bytes, but the row has {row.size_bytes}")
+    measurement.fail(f"{elements} are {row.count * itemsize * parts} bytes, but the row has {row.size_bytes}")
 
 
-def _check_figure(row: LogRow, figure: LogFigure, factor: float) -> None:
+def _check_measurement(row: LogRow, measurement: LogMeasurement, factor: float) -> None:
     """Checks each pair of time, algbw and busbw.
 
     All pairs are needed: two values can contradict each other although both agree with a coarsely rounded third.
     """
-    time, algbw, busbw = figure.time, figure.algbw, figure.busbw
-    if figure.fault or algbw is None or busbw is None:
+    time, algbw, busbw = measurement.time, measurement.algbw, measurement.busbw
+    if measurement.fault or algbw is None or busbw is None:
         return
-    timed = time is not None and row.size_bytes > 0 and not figure.time_is_separate
+    timed = time is not None and row.size_bytes > 0 and not measurement.time_is_separate
     if timed:
-        _check_time(figure, "algbw", row.size_bytes, algbw)
+        _check_time(measurement, "algbw", row.size_bytes, algbw)
     if not _overlap(algbw.low * factor, algbw.high * factor, busbw):
-        figure.fail(
+        measurement.fail(
             f"its busbw of {busbw.value / 1e9:.6g} GB/s is not {factor:.4g} x its algbw of {algbw.value / 1e9:.6g}"
         )
     if timed:
-        _check_time(figure, "busbw", row.size_bytes * factor, busbw)
+        _check_time(measurement, "busbw", row.size_bytes * factor, busbw)
 
 
-def _check_time(figure: LogFigure, name: str, transferred: float, bandwidth: PrintedNumber) -> None:
-    """Checks that the transferred bytes over the figure's time are the bandwidth of this name."""
-    time = figure.time
+def _check_time(measurement: LogMeasurement, name: str, transferred: float, bandwidth: PrintedNumber) -> None:
+    """Checks that the transferred bytes over the measured time are the bandwidth of this name."""
+    time = measurement.time
     assert time is not None
     if time.value <= 0:
-        figure.fail(f"its time is 0, but its {name} is {bandwidth.value / 1e9:.6g} GB/s")
+        measurement.fail(f"its time is 0, but its {name} is {bandwidth.value / 1e9:.6g} GB/s")
     elif not _overlap(
         transferred / time.high, transferred / time.low if time.low > 0 else math.inf, bandwidth
     ):
-        figure.fail(
+        measurement.fail(
             f"{transferred:.0f} bytes in {time.value * 1e6:.6g} us give a {name} of "
             f"{transferred / time.value / 1e9:.4g} GB/s, but the row has {bandwidth.value / 1e9:.6g}"
         )
@@ -242,35 +244,40 @@ def _overlap(low: float, high: float, value: PrintedNumber) -> bool:
 
 
 def _derive_times(table: LogTable, factor: float) -> None:
-    """Derives the time from the bandwidth for figures that have no time, or one rounded more coarsely."""
-    for row, figure in table.figures:
-        if figure.fault or not row.size_bytes:
+    """Derives the time from the bandwidth where a measurement has no time, or a more coarsely rounded one."""
+    for row, measurement in table.measurements:
+        if measurement.fault or not row.size_bytes:
             continue
-        time, by_bandwidth = figure.time, figure.algbw or (figure.busbw and figure.busbw.scaled(1 / factor))
+        time, by_bandwidth = (
+            measurement.time,
+            measurement.algbw or (measurement.busbw and measurement.busbw.scaled(1 / factor)),
+        )
         finer = by_bandwidth is not None and time is not None and time.coarseness > by_bandwidth.coarseness
         if time is not None and not (finer and time.coarseness > 5e-3):
             if time.value <= 0:
-                figure.fail("its time is 0")
+                measurement.fail("its time is 0")
         elif by_bandwidth is None or by_bandwidth.coarseness > _MAX_COARSENESS:
             bandwidth = "none" if by_bandwidth is None else f"{by_bandwidth.value / 1e9:.6g} GB/s"
-            figure.fail(
+            measurement.fail(
                 f"it has no time, and its bandwidth ({bandwidth}) is rounded too coarsely to derive one"
             )
         else:
             seconds = row.size_bytes / by_bandwidth.value
-            figure.time, figure.time_is_derived = (
+            measurement.time, measurement.time_is_derived = (
                 PrintedNumber(seconds, seconds * by_bandwidth.coarseness),
                 True,
             )
 
 
 def _check_data(table: LogTable) -> None:
-    for row, figure in table.figures:
+    for row, measurement in table.measurements:
         allowed = _ALLOWED_DEVIATION.get(row.dtype, 0.0) if table.error_column else 0.0
-        if figure.wrong is not None and not 0 <= figure.wrong <= allowed:
+        if measurement.wrong is not None and not 0 <= measurement.wrong <= allowed:
             label = "a deviation of" if table.error_column else "wrong elements:"
-            figure.fail(f"the data were wrong: {label} {figure.wrong:g}", wrong_data=True)
-    if table.failed_values and not any(figure.fault_is_wrong_data for _, figure in table.figures):
+            measurement.fail(f"the data were wrong: {label} {measurement.wrong:g}", wrong_data=True)
+    if table.failed_values and not any(
+        measurement.fault_is_wrong_data for _, measurement in table.measurements
+    ):
         reason = f"the table reports {table.failed_values} values out of bounds, but does not mark their rows"
-        for _, figure in table.figures:
-            figure.fail(reason, wrong_data=True)
+        for _, measurement in table.measurements:
+            measurement.fail(reason, wrong_data=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dtbench.importers.model import (
     DTYPES,
     Log,
-    LogFigure,
+    LogMeasurement,
     LogRow,
     LogTable,
     collective_of,
@@ -106,32 +106,34 @@ def _row(line: int, names: Names, words: Words, fault: str = "") -> LogRow:
     for number, group in enumerate(placement_columns(names)):
         measured = {names[index]: words[index] for index in group if index < len(words)}
         in_place = number == 1 or values.get("inplace") == "1"
-        row.figures.append(LogFigure(in_place, None, fault=fault) if fault else figure_of(measured, in_place))
+        row.measurements.append(
+            LogMeasurement(in_place, None, fault=fault) if fault else measurement_of(measured, in_place)
+        )
     return row
 
 
-def figure_of(values: dict[str, str], in_place: bool) -> LogFigure:
-    """Makes a figure of printed values.
+def measurement_of(values: dict[str, str], in_place: bool) -> LogMeasurement:
+    """Makes a measurement of printed values.
 
     Args:
         values: names of `MEASURED` and `DATA_CHECKS` -> text. Times are in us, bandwidths in GB/s.
     """
     time, algbw, busbw = (parse_amount(values.get(name, ""), unit) for name, unit in MEASURED.items())
-    figure = LogFigure(in_place, time, algbw, busbw)
+    measurement = LogMeasurement(in_place, time, algbw, busbw)
     if time is None or algbw is None or busbw is None:
         invalid = [
             f"{name} {text[:20]}"
             for name, text in values.items()
             if name in MEASURED and parse_amount(text) is None
         ]
-        figure.fail(f"it has no number for {', '.join(invalid) or 'time, algbw or busbw'}")
+        measurement.fail(f"it has no number for {', '.join(invalid) or 'time, algbw or busbw'}")
     text = next((values[name] for name in DATA_CHECKS if name in values), "N/A")
     wrong = parse_number(text)
     if wrong is not None:
-        figure.wrong = wrong.value
+        measurement.wrong = wrong.value
     elif text.upper() != "N/A":
-        figure.fail(f"its check of the data gives {text[:20]}", wrong_data=True)
-    return figure
+        measurement.fail(f"its check of the data gives {text[:20]}", wrong_data=True)
+    return measurement
 
 
 def _with_unnamed(names: Names, rows: Sequence[Words]) -> Names:
@@ -167,9 +169,15 @@ def _fits(names: Names, words: Words) -> bool | None:
     ):
         return False
     is_precise = True
-    for figure in _row(0, names, words).figures:
-        time, algbw, size = figure.time, figure.algbw, int(values["size"])
-        if figure.fault or (figure.wrong or 0) >= 1 or time is None or time.low <= 0 or algbw is None:
+    for measurement in _row(0, names, words).measurements:
+        time, algbw, size = measurement.time, measurement.algbw, int(values["size"])
+        if (
+            measurement.fault
+            or (measurement.wrong or 0) >= 1
+            or time is None
+            or time.low <= 0
+            or algbw is None
+        ):
             return False
         if not (size / time.high <= algbw.high * (1 + 1e-6) and size / time.low >= algbw.low * (1 - 1e-6)):
             return False

@@ -16,7 +16,7 @@ import msgspec
 from dtbench._version import __version__
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
-from dtbench.importers.model import IN_PLACE, Log, LogFigure, LogRow, LogTable
+from dtbench.importers.model import IN_PLACE, Log, LogMeasurement, LogRow, LogTable
 from dtbench.records.result import SCHEMA, Gpu, Header, ImportedLog, Machine, MeshShape, RankFacts, Result
 from dtbench.stats import summarize
 from dtbench.suite import Param
@@ -34,7 +34,7 @@ HostOrder = tuple[int, ...]  # number of each rank's host; hosts are numbered by
 def to_run(
     logs: Sequence[Log], argv: Sequence[str], mesh: Mesh | None = None, dim: str | None = None
 ) -> tuple[Header, list[Result]]:
-    """Returns the header and the results of a run with the logs' figures.
+    """Returns the header and the results of a run with the logs' measurements.
 
     Args:
         mesh: device mesh of the job. Each table belongs to the dim that has its number of ranks. Without a mesh, all
@@ -42,7 +42,7 @@ def to_run(
         dim: the mesh dim of all tables, if the number of ranks is ambiguous.
 
     Raises:
-        UsageError: no figure can be used, tables come from different machines, or a table fits no dim.
+        UsageError: no measurement can be used, tables come from different machines, or a table fits no dim.
     """
     usable = [
         (log, table)
@@ -187,31 +187,35 @@ def _listed_ranks(usable: Sequence[tuple[Log, LogTable]]) -> dict[int, RankFacts
 
 def _results(table: LogTable, is_whole_mesh: bool) -> Iterator[Result]:
     preferred = table.collective in IN_PLACE
-    usable = [figure.in_place for _, figure in table.figures if figure.time and not figure.fault]
-    placements = usable or [figure.in_place for _, figure in table.figures]
+    usable = [
+        measurement.in_place
+        for _, measurement in table.measurements
+        if measurement.time and not measurement.fault
+    ]
+    placements = usable or [measurement.in_place for _, measurement in table.measurements]
     main = preferred if preferred in placements else not preferred
     # Rows of the same size, type, reduction and root are the cycles of one measurement (an option of rccl-tests).
     cycles = group_by(
         (row for row in table.rows if row.size_bytes),
         lambda row: (
             *(row.size_bytes, row.dtype, row.redop, row.root),
-            tuple(figure.in_place for figure in row.figures),
+            tuple(measurement.in_place for measurement in row.measurements),
         ),
     )
     for rows in cycles.values():
-        for figures in zip(*(row.figures for row in rows), strict=True):
-            yield _result(table, rows[0], figures, is_whole_mesh, figures[0].in_place == main)
+        for measurements in zip(*(row.measurements for row in rows), strict=True):
+            yield _result(table, rows[0], measurements, is_whole_mesh, measurements[0].in_place == main)
 
 
 def _result(
-    table: LogTable, row: LogRow, figures: Sequence[LogFigure], is_whole_mesh: bool, is_main: bool
+    table: LogTable, row: LogRow, measurements: Sequence[LogMeasurement], is_whole_mesh: bool, is_main: bool
 ) -> Result:
     assert table.collective is not None and table.ranks is not None
     params: dict[str, Param] = {
         "mode": table.mode,
         "dtype": row.dtype,
         "size": row.size_bytes,
-        "in_place": figures[0].in_place,
+        "in_place": measurements[0].in_place,
         "ranks": table.ranks,
     }
     if row.redop not in ("", "none", "sum"):
@@ -221,8 +225,10 @@ def _result(
     suite = SUITE if is_main and not {"redop", "root"} & params.keys() else OTHER
     params |= {"mesh_dim": table.dim, "groups": "together" if is_whole_mesh else "alone"}
     blank = Result(suite, table.collective, table.tool, params, "failed", "", size_bytes=row.size_bytes)
-    usable = [figure for figure in figures if not figure.fault and figure.time is not None]
-    faulty = next((figure for figure in figures if figure.fault), None)
+    usable = [
+        measurement for measurement in measurements if not measurement.fault and measurement.time is not None
+    ]
+    faulty = next((measurement for measurement in measurements if measurement.fault), None)
     if faulty is not None or not usable:
         wrong = faulty is not None and faulty.fault_is_wrong_data
         return msgspec.structs.replace(
@@ -232,13 +238,18 @@ def _result(
         )
     samples = [
         time
-        for figure in usable
-        for time in (figure.samples_s or (figure.time.value if figure.time else 0.0,))
+        for measurement in usable
+        for time in (measurement.samples_s or (measurement.time.value if measurement.time else 0.0,))
     ]
     timing = summarize(samples)
     algbw = row.size_bytes / timing.p25  # the estimator of device times; see `estimator_of`
     derived = max(
-        (figure.time.coarseness for figure in usable if figure.time and figure.time_is_derived), default=None
+        (
+            measurement.time.coarseness
+            for measurement in usable
+            if measurement.time and measurement.time_is_derived
+        ),
+        default=None,
     )
     return msgspec.structs.replace(
         blank,

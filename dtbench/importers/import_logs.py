@@ -132,11 +132,11 @@ def report(log: Log) -> Iterator[str]:
         yield plain(f"  {_table(table)}")
     problems = [*log.failures, *log.problems]
     problems += dict.fromkeys(
-        Problem(row.line, figure.fault)
+        Problem(row.line, measurement.fault)
         for table in log.tables
         if not table.refusal
-        for row, figure in table.figures
-        if figure.fault
+        for row, measurement in table.measurements
+        if measurement.fault
     )
     for problem in problems[:_MAX_PROBLEMS_SHOWN]:
         yield plain(f"  ! {problem}")
@@ -162,6 +162,6 @@ def _total(results: Sequence[Result], output: Path) -> str:
     usable = sum(result.suite == convert.SUITE and result.status == "ok" for result in results)
     refused = ", ".join(f"{counts[status]} {status}" for status in ("wrong", "failed") if counts[status])
     return plain(
-        f"wrote {counts['ok']} figures to {output}, {usable} of which dtbench calibrate can use"
+        f"wrote {counts['ok']} results to {output}, {usable} of which `dtbench calibrate` can use"
         + (f"; {refused}" if refused else "")
     )

@@ -10,8 +10,17 @@ from msgspec import Struct
 
 from dtbench.errors import UnreadableRunError
 from dtbench.fields import Count
-from dtbench.importers.columns import figure_of, is_integer
-from dtbench.importers.model import DTYPES, ListedRank, Log, LogFigure, LogRow, LogTable, Problem, pattern
+from dtbench.importers.columns import is_integer, measurement_of
+from dtbench.importers.model import (
+    DTYPES,
+    ListedRank,
+    Log,
+    LogMeasurement,
+    LogRow,
+    LogTable,
+    Problem,
+    pattern,
+)
 from dtbench.importers.nccl_text import library_version, name_table
 from dtbench.records.read import BadFieldError, convert, decode
 
@@ -133,34 +142,34 @@ def _table(file: _File) -> LogTable:
     return table
 
 
-def _figure(times: _Times, in_place: bool) -> LogFigure:
+def _measurement(times: _Times, in_place: bool) -> LogMeasurement:
     values = {"time": times.time, "algbw": times.alg_bw, "busbw": times.bus_bw, "#wrong": times.nwrong}
     # Numbers are formatted like the tool does (%lf), so that their rounding is known.
     texts = {
         name: f"{value:.6f}" if isinstance(value, float) else value or "N/A" for name, value in values.items()
     }
-    figure = figure_of(texts, in_place)
+    measurement = measurement_of(texts, in_place)
     if times.cpu_time is not None:
-        figure.fail("its times are the host's (cpu_time): run nccl-tests without -C")
-    return figure
+        measurement.fail("its times are the host's (cpu_time): run nccl-tests without -C")
+    return measurement
 
 
 def _row(entry: _Entry, index: int) -> LogRow:
-    figures = []
+    measurements = []
     for times, iterations, in_place in (
         (entry.out_of_place, entry.out_of_place_per_iter, False),
         (entry.in_place, entry.in_place_per_iter, True),
     ):
         if times is not None:
-            figure = _figure(times, in_place)
-            figures.append(figure)
+            measurement = _measurement(times, in_place)
+            measurements.append(measurement)
             if iterations is not None and (samples := iterations.times_us) and min(samples) > 0:
                 skip = iterations.skipped_iterations if iterations.skipped_iterations < len(samples) else 0
-                figure.samples_s = tuple(us * 1e-6 for us in samples[skip:])
-    if not figures:
+                measurement.samples_s = tuple(us * 1e-6 for us in samples[skip:])
+    if not measurements:
         raise BadFieldError(f"results[{index}] has neither out_of_place nor in_place")
     text = str(entry.root).strip()
     root = int(text) if is_integer(text) else None
     dtype = DTYPES.get(entry.type, (entry.type[:20], 0))[0]
     # A JSON file has no lines, so rows are numbered instead.
-    return LogRow(index + 1, entry.size, entry.count, dtype, entry.redop[:20], root, figures)
+    return LogRow(index + 1, entry.size, entry.count, dtype, entry.redop[:20], root, measurements)

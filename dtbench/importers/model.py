@@ -1,4 +1,6 @@
-"""The contents of a log: lines of text, and tables of rows with one figure per buffer placement.
+"""The contents of a log: lines of text, and tables.
+
+A row of a table has one measurement per buffer placement (in place, out of place).
 
 The functions on lines remove what container runtimes, terminals and NCCL added to the benchmark's output.
 """
@@ -98,7 +100,7 @@ def parse_amount(text: str, unit: float = 1.0) -> PrintedNumber | None:
 
 
 @dataclass(slots=True)
-class LogFigure:
+class LogMeasurement:
     """A measurement of a row.
 
     Attributes:
@@ -106,7 +108,7 @@ class LogFigure:
         algbw: algorithm bandwidth as printed, bytes per second.
         busbw: bus bandwidth as printed, bytes per second.
         wrong: number of wrong elements, or the largest deviation in old logs; None if the data were not checked.
-        fault: the reason why the figure must not be used; empty for a good figure.
+        fault: the reason why the measurement must not be used; empty for a good measurement.
         fault_is_wrong_data: whether that reason is wrong data.
         time_is_derived: the time is size over bandwidth, since the log has no time or a coarser one.
         time_is_separate: the time and the bandwidths come from separate measurements.
@@ -125,7 +127,7 @@ class LogFigure:
     samples_s: tuple[float, ...] = ()
 
     def fail(self, reason: str, *, wrong_data: bool = False) -> None:
-        """Records the first fault of the figure; wrong data replace any other fault."""
+        """Records the first fault of the measurement; wrong data replace any other fault."""
         if not self.fault or (wrong_data and not self.fault_is_wrong_data):
             self.fault, self.fault_is_wrong_data = reason, wrong_data
 
@@ -141,7 +143,7 @@ class LogRow:
         dtype: torch's name of the element type, else the tool's.
         redop: the tool's name of the reduction, or empty.
         root: the root rank.
-        figures: one per buffer placement.
+        measurements: one per buffer placement.
     """
 
     line: int
@@ -150,7 +152,7 @@ class LogRow:
     dtype: str
     redop: str
     root: int | None
-    figures: list[LogFigure]
+    measurements: list[LogMeasurement]
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,8 @@ class LogTable:
     dim: str = ""
 
     @property
-    def figures(self) -> list[tuple[LogRow, LogFigure]]:
-        return [(row, figure) for row in self.rows for figure in row.figures]
+    def measurements(self) -> list[tuple[LogRow, LogMeasurement]]:
+        return [(row, measurement) for row in self.rows for measurement in row.measurements]
 
 
 @dataclass(frozen=True)
@@ -261,9 +263,9 @@ class Log:
 
     @property
     def refused(self) -> int:
-        """Number of rows that were dropped, belong to a refused table, or have a faulty figure."""
+        """Number of rows that were dropped, belong to a refused table, or have a faulty measurement."""
         return self.dropped_rows + sum(
-            bool(table.refusal) or any(figure.fault for figure in row.figures)
+            bool(table.refusal) or any(measurement.fault for measurement in row.measurements)
             for table in self.tables
             for row in table.rows
         )

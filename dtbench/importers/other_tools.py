@@ -18,7 +18,7 @@ from dtbench.importers.model import (
     IN_PLACE,
     TIME_UNITS,
     Log,
-    LogFigure,
+    LogMeasurement,
     LogRow,
     LogTable,
     PrintedNumber,
@@ -80,20 +80,20 @@ def _deepspeed_row(match: _Match, number: int, table: LogTable, units: tuple[boo
     time = parse_amount(match[5], TIME_UNITS["us" if raw else match[6] or "us"])
     tput = parse_amount(match[7], _DEEPSPEED_BANDWIDTHS.get(throughput_unit, 1.0))
     busbw = parse_amount(match[8], _DEEPSPEED_BANDWIDTHS.get(busbw_unit, 1.0))
-    figure = LogFigure(table.collective in IN_PLACE, time, None, busbw)
+    measurement = LogMeasurement(table.collective in IN_PLACE, time, None, busbw)
     if not raw and match[6] is None:
-        figure.fail("its time has no unit")
+        measurement.fail("its time has no unit")
     if time is None or tput is None or busbw is None:
-        figure.fail("it has no number for duration, throughput or bus bandwidth")
+        measurement.fail("it has no number for duration, throughput or bus bandwidth")
         size = count * itemsize
     else:
-        size = _deepspeed_size(table, count * itemsize, time, tput, figure)
+        size = _deepspeed_size(table, count * itemsize, time, tput, measurement)
     # DeepSpeed does not print the element type, only its width.
-    return LogRow(number, size, None, f"{8 * itemsize}-bit", "", None, [figure])
+    return LogRow(number, size, None, f"{8 * itemsize}-bit", "", None, [measurement])
 
 
 def _deepspeed_size(
-    table: LogTable, described: int, time: PrintedNumber, tput: PrintedNumber, figure: LogFigure
+    table: LogTable, described: int, time: PrintedNumber, tput: PrintedNumber, measurement: LogMeasurement
 ) -> int:
     """Returns the message size in bytes that agrees with the printed throughput.
 
@@ -107,7 +107,7 @@ def _deepspeed_size(
             low, high = factor * size / time.high, factor * size / max(time.low, 1e-300)
             if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
                 return size
-    figure.fail(
+    measurement.fail(
         f"its throughput of {tput.value / 1e9:.6g} GB/s does not match {described} bytes in {time.value:.6g} s"
     )
     return sizes[0]
@@ -190,14 +190,14 @@ def _osu_add(
     time = parse_amount(values.get("avg", ""), unit)
     if len(words) > len(columns) or (len(words) < len(columns) and time is None):
         return  # an unrelated line that begins with a number
-    figure = LogFigure(table.collective in IN_PLACE, time)
+    measurement = LogMeasurement(table.collective in IN_PLACE, time)
     if time is None:
-        figure.fail(f"its time is {words[0][:20]}")
+        measurement.fail(f"its time is {words[0][:20]}")
     elif len(words) < len(columns):
-        figure.fail(f"it has {len(words)} values, expected the {len(columns)} that its header names")
+        measurement.fail(f"it has {len(words)} values, expected the {len(columns)} that its header names")
     if values.get("validation", "pass").lower() != "pass":
-        figure.fail("its validation failed", wrong_data=True)
-    table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [figure]))
+        measurement.fail("its validation failed", wrong_data=True)
+    table.rows.append(LogRow(number, int(match[1]), None, dtype, "", None, [measurement]))
 
 
 _ML_TITLE = pattern(r"average bandwidth(?: and the per-call latency)? of (\w+) over (\d{1,7}) ranks")
@@ -262,16 +262,18 @@ def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
         _scaled(_ML_BANDWIDTH, cells.get(name, ""), _ML_BANDWIDTHS) for name in ("busbw", "algbw")
     )
     time = _scaled(_ML_TIME, cells.get("latency median", ""), _ML_TIMES)
-    figure = LogFigure(True, time, algbw, busbw, time_is_separate=time is not None)
+    measurement = LogMeasurement(True, time, algbw, busbw, time_is_separate=time is not None)
     if surplus:
-        figure.fail(f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'fewer'} than its header")
+        measurement.fail(
+            f"it has {abs(surplus)} cell(s) {'more' if surplus > 0 else 'fewer'} than its header"
+        )
     elif size_bytes % 1:
-        figure.fail(f"its payload {cells['payload'][:20]} is not an integer number of bytes")
+        measurement.fail(f"its payload {cells['payload'][:20]} is not an integer number of bytes")
     elif time is None and (busbw is None or algbw is None):
-        figure.fail("it has no number for busbw, algbw or the latency's median")
+        measurement.fail("it has no number for busbw, algbw or the latency's median")
     elif busbw is None and cells.get("busbw"):
-        figure.fail(f"its busbw is {cells['busbw'][:20]}")
-    return LogRow(number, int(size_bytes), None, "float32", "", None, [figure])
+        measurement.fail(f"its busbw is {cells['busbw'][:20]}")
+    return LogRow(number, int(size_bytes), None, "float32", "", None, [measurement])
 
 
 def _scaled(expression: re.Pattern[str], cell: str, units: dict[str, float]) -> PrintedNumber | None:

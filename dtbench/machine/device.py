@@ -1,6 +1,7 @@
-"""Gives the harness access to GPUs; no other module of it uses torch.cuda or loads NVML.
+"""Accesses GPUs for the harness, through torch.cuda and NVML.
 
-`gpus()` wraps torch.cuda. In a rehearsal it returns a fake that works on the CPU; the environment names its file.
+`gpus()` wraps torch.cuda. If the environment variable DTBENCH_REHEARSAL names a Python file, `gpus()` returns the fake
+GPUs of that file, which work on the CPU (a "rehearsal").
 """
 
 import math

@@ -26,8 +26,8 @@ def refuse_deleted_folder() -> None:
         ) from error
 
 
-def refuse_few_files(ranks: int = 1) -> None:
-    """Raises the limit of open files as far as allowed; to be called before torch is loaded.
+def ensure_file_limit(ranks: int = 1) -> None:
+    """Increases the limit of open files as far as allowed. Call it before torch is loaded.
 
     Args:
         ranks: number of processes that will connect to each other.
@@ -50,7 +50,7 @@ def refuse_local_ranks(ranks: int) -> None:
     Raises:
         UsageError: no connection to localhost is possible, or too few files may be open.
     """
-    refuse_few_files(ranks)
+    ensure_file_limit(ranks)
     reason = "it has no address"
     try:
         for family, _, _, _, address in socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM):

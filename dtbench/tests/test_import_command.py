@@ -60,7 +60,7 @@ def test_import_then_calibrate_gives_constants(dtbench: Cli) -> None:
     code, out, err = dtbench("import", "nccl.log", "-o", "run.jsonl")
     assert (code, err) == (EXIT_OK, "")
     assert "nccl.log: nccl-tests text, 15 rows" in out and "all_gather among 8 ranks on 2 host(s)" in out
-    assert "wrote 30 figures to run.jsonl, 15 of which dtbench calibrate can use" in out
+    assert "wrote 30 results to run.jsonl, 15 of which `dtbench calibrate` can use" in out
     run = read_run("run.jsonl")
     header = run.header
     assert run.complete and [gpu.name for gpu in header.machine.gpus] == ["NVIDIA H100"] * 4

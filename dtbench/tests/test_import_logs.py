@@ -42,25 +42,28 @@ def only(text: str, name: str = "some.log", **options: object) -> LogTable:
 
 
 def assert_as_printed(log: LogTable, sizes: tuple[int, ...] = SIZES, rel: float = 6e-3) -> None:
-    """Asserts that every figure is right to the printed digits, and none is missing or faulty."""
-    keys = [(row.size_bytes, figure.in_place) for row, figure in log.figures]
+    """Asserts that every measurement is right to the printed digits, and none is missing or faulty."""
+    keys = [(row.size_bytes, measurement.in_place) for row, measurement in log.measurements]
     assert (log.refusal, keys) == ("", [(size, in_place) for size in sizes for in_place in (False, True)])
-    times_s = [figure.time.value if figure.time and not figure.fault else None for _, figure in log.figures]
+    times_s = [
+        measurement.time.value if measurement.time and not measurement.fault else None
+        for _, measurement in log.measurements
+    ]
     assert times_s == pytest.approx([time_us(*key) * 1e-6 for key in keys], rel=rel)
 
 
 def times_us(log: LogTable) -> list[float]:
     """Returns the times of the first placement, of all rows without a fault."""
-    return [row.figures[0].time.value * 1e6 for row in log.rows if row.figures[0].time]
+    return [row.measurements[0].time.value * 1e6 for row in log.rows if row.measurements[0].time]
 
 
 def faults(text: str) -> dict[int, list[str]]:
-    """Line -> what is wrong with its figures."""
+    """Line -> what is wrong with its measurements."""
     return {
-        row.line: [figure.fault for figure in row.figures if figure.fault]
+        row.line: [measurement.fault for measurement in row.measurements if measurement.fault]
         for log_table in read(text).tables
         for row in log_table.rows
-        if any(figure.fault for figure in row.figures)
+        if any(measurement.fault for measurement in row.measurements)
     }
 
 
@@ -206,8 +209,8 @@ def test_escapes_carriage_returns_and_encodings_are_cleaned() -> None:
 def test_public_logs_are_read(name: str, rows: int, ranks: int, largest_us: tuple[float, float]) -> None:
     log = only((GENUINE / name).read_text(), name, ranks=ranks)
     assert (log.collective, log.ranks, len(log.rows)) == ("all_reduce", ranks, rows)
-    assert not any(figure.fault for row in log.rows for figure in row.figures)
-    assert tuple(f.time.value * 1e6 for f in log.rows[-1].figures if f.time) == pytest.approx(
+    assert not any(measurement.fault for row in log.rows for measurement in row.measurements)
+    assert tuple(f.time.value * 1e6 for f in log.rows[-1].measurements if f.time) == pytest.approx(
         largest_us, abs=1e-6
     )
 
@@ -224,7 +227,7 @@ def test_nccl_json_versions_are_read(version: int) -> None:
     assert (log_table.versions, log_table.started) == ({"nccl": "2.26.6"}, "2026-01-01 12:00:00")
     assert_as_printed(log_table)
     # The first iteration was to be skipped; the others are there.
-    assert len(log_table.rows[0].figures[0].samples_s) == (3 if version > 1 else 0)
+    assert len(log_table.rows[0].measurements[0].samples_s) == (3 if version > 1 else 0)
     assert "SECRET" not in repr(log) and "somebody" not in repr(log)
 
 
@@ -251,7 +254,7 @@ DEEPSPEED_GATHER = (
 def test_deepspeed_tables_are_read(text: str) -> None:
     log = only(text)
     assert (log.ranks, log.rows[0].size_bytes, log.rows[0].dtype) == (8, 2**20, "32-bit")
-    assert times_us(log) == [pytest.approx(100)] and not log.rows[0].figures[0].fault
+    assert times_us(log) == [pytest.approx(100)] and not log.rows[0].measurements[0].fault
 
 
 @pytest.mark.parametrize(
@@ -274,7 +277,7 @@ def test_osu_tables_are_read(program: str, title: str, name: str, parts: int) ->
 def test_ml_engineering_tables_are_read() -> None:
     log = only(ML_ENGINEERING)
     assert (log.collective, log.ranks, log.rows[2].size_bytes) == ("all_reduce", 4, 2**32)
-    coarse, fine, large = (row.figures[0] for row in log.rows)
+    coarse, fine, large = (row.measurements[0] for row in log.rows)
     assert "too coarse" in coarse.fault and not large.fault
     assert fine.time is not None and fine.time.value == pytest.approx(1e-4, rel=1e-3) and fine.time_is_derived
 
@@ -397,7 +400,7 @@ def test_json_rows_with_invalid_numbers_are_faulty() -> None:
     content = document()
     time, wrong, busbw, *_ = (row["out_of_place"] for row in content["results"])
     time["time"], wrong["nwrong"], busbw["bus_bw"] = "nan", 4.0, busbw["bus_bw"] * 1.01
-    reasons = [row.figures[0].fault for row in read(json.dumps(content)).tables[0].rows]
+    reasons = [row.measurements[0].fault for row in read(json.dumps(content)).tables[0].rows]
     expected = ["no number for time", "wrong elements: 4", "is not 0.875 x its algbw"]
     assert all(part in reason for part, reason in zip(expected, reasons, strict=False)) and reasons[3] == ""
 
@@ -490,7 +493,9 @@ def test_unknown_column_never_becomes_a_time(place: int) -> None:
     assert list(faults("\n".join([*plain[: row - 1], unnamed.splitlines()[row - 1], *plain[row:]]))) == [row]
     lines = named.splitlines()
     log = only("\n".join([*lines[: row - 1], plain[row - 1], *lines[row:]]))
-    times_s = {(row.size_bytes, f.in_place): f.time.value for row, f in log.figures if f.time and not f.fault}
+    times_s = {
+        (row.size_bytes, f.in_place): f.time.value for row, f in log.measurements if f.time and not f.fault
+    }
     assert times_s == pytest.approx({key: time_us(*key) * 1e-6 for key in times_s}, rel=6e-3)
 
 
@@ -553,7 +558,7 @@ def test_rccl_csv_forms_are_read(form: str) -> None:
     log = read(rccl_csv(*CSV[form]))
     (log_table,) = log.tables
     assert (log.format, log_table.collective, log_table.ranks) == ("rccl-tests CSV", "all_reduce", 8)
-    assert {(row.dtype, row.redop, f.wrong) for row, f in log_table.figures} == {("float32", "sum", 0)}
+    assert {(row.dtype, row.redop, f.wrong) for row, f in log_table.measurements} == {("float32", "sum", 0)}
     assert_as_printed(log_table, rel=1e-6)
     assert len(log_table.unused_columns) == (3 if "in front" in form or "behind" in form else 0)
     assert read(rccl_csv(*CSV[form]), ranks=4).tables[0].refusal.startswith("--ranks 4 contradicts the log")
@@ -578,7 +583,7 @@ def test_invalid_csv_row_is_reported_alone(change: Callable[[str], str], reason:
     at = next(i for i, line in enumerate(lines) if ",4194304," in line)
     lines[at] = change(lines[at])
     log = read("\n".join(lines))
-    faulty = [f"line {row.line}: {f.fault}" for row, f in log.tables[0].figures if f.fault]
+    faulty = [f"line {row.line}: {f.fault}" for row, f in log.tables[0].measurements if f.fault]
     reported = [
         f"line {at + 1}: " in str(fault) and reason in str(fault) for fault in (*log.problems, *faulty)
     ]
@@ -603,5 +608,10 @@ def test_header_without_a_placement_column_is_refused(text: str, column: str) ->
 )
 def test_absurd_headers_do_not_raise(names: str) -> None:
     log = parse((table().replace("size         count      type", names) * 2).encode(), "x.log")
-    times = [figure.time for log_table in log.tables for _, figure in log_table.figures if figure.time]
+    times = [
+        measurement.time
+        for log_table in log.tables
+        for _, measurement in log_table.measurements
+        if measurement.time
+    ]
     assert not [time for time in times if time.value > 1e-3]

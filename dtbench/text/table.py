@@ -21,7 +21,7 @@ class TableColumn:
         cells: formatted values.
         numeric: whether the cells are numbers, which are aligned to the right.
         unit: unit of all cells.
-        screen: whether the column is left out in print, since paper is too narrow for all columns.
+        only_on_screen: whether the column is left out in print, since paper is too narrow for all columns.
         styles: style of each cell on a terminal, e.g. "red".
     """
 
@@ -29,7 +29,7 @@ class TableColumn:
     cells: Sequence[str]
     numeric: bool = False
     unit: str = ""
-    screen: bool = False
+    only_on_screen: bool = False
     styles: Sequence[str] = ()
 
     @property
@@ -72,7 +72,7 @@ class Table:
     @property
     def screen_only(self) -> str:
         """Headers of the columns that are left out in print."""
-        return ", ".join(f"“{column.header}”" for column in self.columns if column.screen)
+        return ", ".join(f"“{column.header}”" for column in self.columns if column.only_on_screen)
 
     @property
     def total_rows(self) -> int:

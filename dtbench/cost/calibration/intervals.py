@@ -1,8 +1,8 @@
 """Predicts the range of times that a new launch would measure: the intervals of estimates and constants.
 
 Most of the variance is between launches, so a curve of K launches has few independent values. Resampling K = 5 launches
-would claim that a sixth lies within their range, but that is true only 67 % of the time. So `new_launch` draws from a
-model, on the log scale:
+would imply that a sixth launch always lies within their range. In fact it does so 67 % of the time. So `new_launch`
+draws from a model, on the log scale:
 
     new launch = centre + launch effect + residual - error of the centre
 

@@ -141,7 +141,7 @@ def times_by_name(results: LaunchResults, groups: Groups, warnings: list[str]) -
     """Returns the times of each collective or redistribution of a mesh dim.
 
     Args:
-        warnings: is extended by warnings about dtypes.
+        warnings: a list to which warnings about dtypes are appended.
     """
     chosen = {}
     for name, results_of_name in sorted(group_by(results, lambda entry: entry.result.name).items()):
@@ -277,7 +277,11 @@ def call_label(kind: str, name: str) -> str:
 
 
 def measured_dims(runs: Sequence[Run], notes: list[str]) -> list[MeasuredDim]:
-    """Returns the mesh dims of runs with the same setup. notes: is extended by unusual choices of results."""
+    """Returns the mesh dims of runs with the same setup.
+
+    Args:
+        notes: a list to which unusual choices of results are appended.
+    """
     header, mesh = runs[0].header, runs[0].header.mesh
     collectives = preferred(results_of(runs, COLLECTIVES), "mode", "isolated", notes)
     preferred(collectives, "dtype", "float32", notes)  # only for its note; `times_by_name` selects the dtype

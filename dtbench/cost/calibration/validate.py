@@ -307,7 +307,10 @@ def _differences(models: "Models", dims: Sequence[MeasuredDim]) -> Iterator[str]
 
 
 def _alternate(call: CallTimes, *, for_training: bool) -> CallTimes:
-    """Returns every second size and the last, or the sizes between them; none of a call with too few sizes."""
+    """Returns the sizes for fitting (every second size and the last), or the remaining sizes.
+
+    A call with fewer than `MIN_SIZES` sizes has none.
+    """
     sizes = [point.size_bytes for point in call.points]
     if len(sizes) < MIN_SIZES:
         return call.only(())

@@ -66,7 +66,7 @@ TITLES: Mapping[str, Sequence[str]] = {
     "tokens/s/gpu": ("tok_per_s_per_gpu", "Tokens / sec / GPU"),
     "collective": ("op",),
 }
-# Column with a unit in its title -> title -> that unit in seconds or bytes.
+# Columns whose titles contain a unit. Each maps a title to its unit, in seconds or bytes.
 UNITS: Mapping[str, Mapping[str, float]] = {
     "iteration time": {"iteration time (s)": 1.0, "iteration time (ms)": 1e-3},
     "memory": {"memory (GiB)": 2**30, "memory (GB)": 1e9, "gpu_mem_gb": 1e9},

@@ -13,14 +13,14 @@ from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.grouping import group_by
 from dtbench.text.units import format_ratio
 
-# Share of the held-out steps below and above an interval that holds 90 % of new steps. It is below 5 %, since steps of
-# the same layout are similar and new layouts have larger errors. In four halvings of nanotron's layouts, intervals of
-# 95 % of one half's steps hold 89 to 98 % of the other half's; intervals of 90 % hold 81 to 94 %.
+# Share of the held-out steps below, and above, an interval that should hold 90 % of new steps. It is less than 5 %:
+# steps of the same layout are similar, and new layouts have larger errors. nanotron's layouts were halved four times.
+# Intervals that hold 95 % of one half's steps hold 89 to 98 % of the other's. With 90 %, it is 81 to 94 %.
 TAIL_SHARE = 0.025
 # A kind of steps with fewer held-out steps than this shares the interval of all steps.
 MIN_STEPS_OF_KIND = 20
-# Minimum interval: the range of median steps of identical launches, 90 % of 152 launches of 18 systems of MLPerf
-# training v5.1 (results/plan/README.md).
+# Minimum interval: how far the median steps of identical launches differ. It is the 90 % range over 152 launches of 18
+# systems of MLPerf training v5.1 (results/plan/README.md).
 LAUNCH_TO_LAUNCH = (0.995, 1.004)
 # The logarithm of an interval grows by this share for every doubling outside the fitted range, and by the second share
 # for a kind of steps that was not measured. Checked with public H100 steps (nanotron): after fitting to 1, 2, 4 and 8

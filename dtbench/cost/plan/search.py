@@ -1,4 +1,4 @@
-"""Searches the fastest layouts of a training job that fit into memory."""
+"""Searches for the fastest layouts of a training job that fit into memory."""
 
 import dataclasses
 import itertools

@@ -135,9 +135,9 @@ def _tokens(job: TrainingJob, layout: TrainingLayout) -> int:
 def _layer(
     job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links
 ) -> tuple[float, float]:
-    """Returns the seconds of a layer and micro batch, forward and backward: without collectives, and exposed.
+    """Returns two times of a layer and micro batch, forward plus backward, in seconds.
 
-    The first is at least the host's time.
+    The first excludes collectives and is at least the host's time. The second is exposed communication.
     """
     model, software, fitted = job.model, job.software, machine.fitted
     tokens = _tokens(job, layout)
@@ -167,7 +167,9 @@ def _layer(
 def _in_layer(
     job: TrainingJob, layout: TrainingLayout, links: Links, forward: float, scores: float
 ) -> tuple[float, float]:
-    """Returns the seconds of a layer's exposed collectives, forward and backward, and of their latency.
+    """Returns two times of a layer, forward plus backward, in seconds.
+
+    The first is that of its exposed collectives, the second the latency of its tensor-parallel collectives.
 
     Args:
         forward: seconds of the forward matrix products, which overlap with collectives.
@@ -287,8 +289,8 @@ class _ByteCounter:
 def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> dict[str, float]:
     """Returns the bytes that a rank's collectives transfer in a step, by dim: tp, cp, ep, fsdp and dp.
 
-    Sizes are those of nccl-tests. dp are the replicas of the weights that fsdp shards. The same functions predict the
-    exposed time; without any overlap, all communication is exposed.
+    Sizes are those of nccl-tests. "dp" counts communication between replicas of the weights that fsdp shards. The
+    functions for exposed time are reused with bytes and without overlap, so they count all communication.
 
     Raises:
         ValueError: the layout has a pipeline, whose stages transfer different amounts.

@@ -27,7 +27,7 @@ from dtbench.errors import UsageError
 from dtbench.grouping import group_by
 from dtbench.text.units import plural
 
-# A table with fewer splits of the ranks is halved by rows, not by splits.
+# If a table has fewer distinct splits (tp, pp, dp, cp, ep) than this, `halves` divides it row by row.
 MIN_SPLITS = 16
 # Messages list at most this many lines.
 MAX_LINES_SHOWN = 8
@@ -267,7 +267,8 @@ BOUND_MARGIN = 0.2
 MIN_START = {"wait_us": 500.0}
 # Maximum change of a constant, on a log scale (a factor of 400).
 MAX_CHANGE = 6.0
-# The solver's variables are the logarithms' changes plus this, since its step is relative to the variable.
+# Offset added to each constant's log change to get the solver's variable. The solver's step is relative to the
+# variable, so the variable must not be near 0.
 _OFFSET = 10.0
 MIN_ROWS = 8
 # Factors on the scale of the loss in successive fits. In the first, all rows have a similar weight, so that the start
@@ -295,7 +296,7 @@ def fit_machine(measured: MeasuredSteps, start: MachineSpec, source: str) -> tup
         source: description of the measured steps.
 
     Returns:
-        The machine fitted to all steps, and the predictions of the half of the steps that is listed first.
+        The machine fitted to all steps, and the predictions of one half by constants fitted to the other half.
 
     Raises:
         UsageError: there are fewer than `MIN_ROWS` rows.
@@ -313,7 +314,8 @@ def fit_machine(measured: MeasuredSteps, start: MachineSpec, source: str) -> tup
         for fit, half in zip(fits, test_halves, strict=True)
     ]
     fitted_range = fitted_range_of(step.job for step in steps)
-    # The intervals of a half come from predictions of the half to which its constants were fitted.
+    # The intervals of a half must not depend on its own errors. They come from the errors on the other half, predicted
+    # by constants fitted to this half.
     first = structs.replace(fits[0], error=error_of(kinds[1], ratios[1]), fitted_range=fitted_range)
     held_out = steps_file(
         f"{len(test_halves[0])} steps predicted by constants fitted to {len(training_halves[0])} others",

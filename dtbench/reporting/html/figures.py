@@ -25,7 +25,7 @@ MAX_PANELS, MAX_DOT_ROWS = 24, 18
 # Approximate limit for the marks of a line (up to twice as many are drawn). More marks would overlap, and drawing them
 # would take most of the time of a page.
 MOST_MARKS = 200
-# Panels that are not folded, two rows of small ones.
+# Number of panels that are shown without unfolding: two rows of small panels.
 MAX_SHOWN = 6
 # Number of panels in a row -> width of a panel: the page's width, halves and thirds. A half or a third fits a phone
 # without small text.
@@ -230,7 +230,7 @@ def curves(
     panels = [panel for panel in panels if panel.series]
     if not (series := [curve for panel in panels for curve in panel.series]):
         return None
-    if x is None:  # an axis of measured sizes: lines without marks are not measurements
+    if x is None:  # only lines with marks are measurements, so only their sizes determine the axis
         measured = [curve for curve in series if styles[curve.label].marker] or series
         x = size_axis([round(v) for curve in measured for v in curve.x], x_title)
     common = y([v for curve in series for v in (*curve.y, *(curve.band[1] if curve.band else ()))])
@@ -260,9 +260,8 @@ def _paint_curves(panel: CurvePanel, styles: Mapping[str, Style], x: Axis, y: Ax
             axes.fill_between(
                 curve.x, *curve.band, color=STAND_IN[style.colour], alpha=BAND_OPACITY, linewidth=0
             )
-        if (
-            len(curve.x) == 1 and not style.marker
-        ):  # a limit with a single measurement: a single point would be invisible
+        # A line without marks and with a single point (e.g. a limit) would be invisible.
+        if len(curve.x) == 1 and not style.marker:
             axes.axhline(curve.y[0], **style.look)
         else:
             step = len(curve.x) // MOST_MARKS or None  # None marks every point

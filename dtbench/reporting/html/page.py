@@ -28,7 +28,8 @@ from dtbench.text.units import plural
 
 GENERATOR = "dtbench report"
 BUDGET_BYTES = 2_000_000
-# Lower bound on the size of a result as CSV: suite, case, impl, status, clock and eight times of six digits need more.
+# Lower bound, in bytes, on a row of the CSV. Its suite, case, impl, status, clock and eight six-digit times always need
+# more.
 LEAST_RESULT_BYTES = 80
 # Reserved characters that need no escaping in the path of a URL (RFC 3986, 2.2).
 _UNESCAPED = "/:@!$*+,;=()"

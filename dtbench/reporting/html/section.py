@@ -147,7 +147,7 @@ class Material:
 
     @cached_property
     def shared_cores(self) -> str:
-        """A description such as "4 ranks share 2 cores" if times of collectives are not those of the links, else ""."""
+        """A description such as "4 ranks share 2 cores" if shared cores distort the times of collectives, else ""."""
         return shared_cores(self.sources.runs[0].header) if self.sources.runs else ""
 
     @cached_property

@@ -60,8 +60,8 @@ class Sources:
     """The input of a report. All fields are optional.
 
     Attributes:
-        runs: runs of one setup; head, if there is a baseline.
-        baseline: runs to compare with; base.
+        runs: the runs to report, all of one setup. If there is a baseline, they are the head side.
+        baseline: the runs of the base side.
         topology: calibrated topology.
         gate: result of the gate.
         calls: profiles of single calls.

@@ -90,7 +90,7 @@ def _table(changes: Changes) -> Table:
             *columns.times([("base", [c.base_s for c in shown]), ("head", [c.head_s for c in shown])]),
             columns.ratios("ratio", [c.ratio for c in shown]),
             TableColumn("interval", [_interval(c) for c in shown], True),
-            *(replace(detail, screen=True) for detail in details),
+            *(replace(detail, only_on_screen=True) for detail in details),
         ],
         note=f"{note} In every case: {shared}." if shared else note,
         ids=[f"{ROW}{i}" for i in range(len(shown))],

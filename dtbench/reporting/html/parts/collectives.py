@@ -147,7 +147,12 @@ def _bandwidths(
     """Draws a panel per collective. Colours distinguish mesh dims; dashes groups alone or together, and in place."""
     dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
     kinds = {(c.get("groups"), c.get("in_place")): c for c in cases}.values()
-    ways = distinct(map(_way, sorted(kinds, key=lambda c: (c.get("groups") != "together", _place(c) != OUT))))
+    ways = distinct(
+        map(
+            _grouping_and_placement,
+            sorted(kinds, key=lambda c: (c.get("groups") != "together", _place(c) != OUT)),
+        )
+    )
     styles: dict[str, Style] = {}
     for (dim, ranks), look in zip(dims, LOOKS, strict=False):
         for index, way in enumerate(ways):
@@ -164,7 +169,9 @@ def _bandwidths(
         series = lines(
             {
                 label: bandwidth_points(members)
-                for label, members in group_by(by_name[name], lambda c: _label(_dim(c), _way(c))).items()
+                for label, members in group_by(
+                    by_name[name], lambda c: _label(_dim(c), _grouping_and_placement(c))
+                ).items()
                 if label in styles
             }
         )
@@ -199,7 +206,7 @@ def _dim(case: ReportCase) -> tuple[str, Param]:
     return str(case.get("mesh_dim")), case.get("ranks")
 
 
-def _way(case: ReportCase) -> str:
+def _grouping_and_placement(case: ReportCase) -> str:
     return ", ".join(word for word in (str(case.get("groups")), _place(case)) if word)
 
 

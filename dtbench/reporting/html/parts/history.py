@@ -72,7 +72,8 @@ def _figure(section: ReportSection, index: int, history: History, times: Times) 
         panels,
         STYLES,
         f"Time per revision, oldest at the left, on {history.machine or 'a machine of unknown kind'}. The horizontal "
-        "line is the median of all but the last. Ordered by the change of the last. The axes do not begin at 0.",
+        "line is the median of all but the last. Benchmarks are ordered by the change at the last revision. The axes "
+        "do not begin at 0.",
         x=Axis(
             -0.3, count - 0.7, False, lambda index: _tick(history.points[round(index)].revision), tick_sets
         ),
