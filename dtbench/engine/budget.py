@@ -1,8 +1,8 @@
 """Chooses the cases that fit into a time, and the order to measure them in (`dtbench run --budget`).
 
-Every suite gets the same share of the time that it would take. It first measures its headline cases; then the ends and
-the middle of each curve, all three or none, since no line is fitted to fewer points; then further sizes, each for all
-curves before the next. Cases without a size are spread over the suite's list.
+Every suite gets the same share of the time that it would take. It first measures its headline cases, then the ends and
+the middle of each curve, then further sizes, each for all curves before the next. The ends and the middle are measured
+together or not at all, since a line needs three points. Cases without a size are spread over the suite's list.
 
 All ranks use the same order; only rank 0 reads a clock.
 """
@@ -21,7 +21,7 @@ from dtbench.text.units import plural
 # Seconds per byte sent, in addition to the time that a suite declares per impl. All estimates are from complete runs of
 # 4 gloo ranks on two otherwise idle cores. GPUs take less.
 _PER_BYTE_S = 16e-9
-# The share of the first pass that each later pass takes, since shardings and memory are cached.
+# Time of each later pass relative to the first, which caches shardings and memory.
 _LATER_PASS = 0.6
 # Seconds to load torch and the suites (in the launcher, then in all ranks, in parallel if there are enough cores), for
 # several ranks to join, and to end.
@@ -138,8 +138,9 @@ class Deadlines:
         }
         self._suite = ""
         self._refused: set[str] = set()  # suites
-        self._closed = False  # a unit of this suite had no time, so less important ones have none
-        self._began_s = self._until_s = self._spent_s = 0.0  # spent: by estimate
+        self._closed = False  # no time was left for a unit of this suite: skip its less important ones
+        # `_spent_s`: estimated seconds of the units that the suite has begun.
+        self._began_s = self._until_s = self._spent_s = 0.0
 
     def agree(self, task: Task, ranks: RankGroup) -> bool:
         """Returns whether rank 0 finds time for the task. After a refusal, the suite's other tasks are refused, too."""
@@ -153,8 +154,8 @@ class Deadlines:
     def allows(self, task: Task, now_s: float) -> bool:
         """Returns whether the next task may begin now.
 
-        The first unit of a run always may. The first unit of a suite may if it takes at most twice the suite's share.
-        A unit that was begun is completed.
+        The first unit of a run always may. The first unit of a suite may if it fits and takes at most twice the suite's
+        share. A unit that was begun is completed.
         """
         unit = self._units.get(id(task.case))
         if unit is None:

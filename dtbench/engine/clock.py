@@ -12,14 +12,15 @@ from dtbench.suite.case import Instrument
 if TYPE_CHECKING:
     import torch
 
-# Events that relate a GPU's clock to the host's before a sample: several, as an interrupt widens a mark's bounds.
+# Number of events (marks) that relate a GPU's clock to the host's before a sample. Several, since an interrupt may
+# widen the bounds of one.
 _MARKS = 3
 # Initial and maximal seconds for which the GPU is kept busy while host time is measured. Ten calls of a DTensor op take
 # less than 2 ms, and each sample waits for the GPU's work.
 OCCUPIED_S, MAX_OCCUPIED_S = 2e-3, 0.2
 # The calls may take this share of the busy time.
 OCCUPIED_SHARE = 0.8
-# The busy time shrinks by this factor per sample at most, and so recovers from a slow first call.
+# The busy time shrinks at most by this factor per sample. It thus recovers from a slow first call.
 OCCUPIED_DECAY = 0.7
 
 
@@ -73,8 +74,8 @@ class HostClockOnGpu(HostClock):
 class HostClockOnBusyGpu(HostClockOnGpu):
     """Wall time of the calling thread while the GPU is busy, as in a training step whose host runs ahead.
 
-    The GPU gets work that lasts until the calls are over; its length follows the last samples. More launches than the
-    driver queues (about 1,024) delay the caller all the same.
+    The GPU gets work that lasts until the calls are over; its length follows the last samples. Launches still wait for
+    the GPU once the driver's queue is full, at about 1,024.
     """
 
     def __init__(self, gpus: Gpus) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from dtbench.engine.rank_votes import StoreRanks
 
-# Round trips over the store, of which the quickest counts. Few, since they are repeated for every case.
+# Number of round trips over the store; the quickest counts. Few, since they are repeated for every case.
 _PINGS = 10
 ReadNs = Callable[[], int]  # a reading of a clock
 
@@ -90,8 +90,8 @@ def offset_to_rank_0(
             vote = (offset.ns, offset.uncertainty_ns)
     if set(pinging_rank) == {0}:
         return SAME_CLOCK
-    offset_of_kernel = ranks.agree(vote, lambda votes: votes)[pinging_rank[ranks.rank]]
-    return SAME_CLOCK if offset_of_kernel is None else Offset(*offset_of_kernel)
+    offset_of_host = ranks.agree(vote, lambda votes: votes)[pinging_rank[ranks.rank]]
+    return SAME_CLOCK if offset_of_host is None else Offset(*offset_of_host)
 
 
 def _ping_rank_0(store: Store, prefix: str, now_ns: ReadNs) -> Offset:
@@ -128,11 +128,11 @@ def lateness_s(
     with the data it has received; only a common clock shows when the last one ended.
 
     Processes on one host share its monotonic clock. Between hosts, the offset is chosen such that the hosts leave
-    barriers together in the median, within the bounds that pings over the store have measured. A ping bounds the offset
-    by half its round trip; a barrier that is quicker estimates it better.
+    barriers together in the median. It stays within the bounds that pings over the store have measured. A ping bounds
+    the offset by half its round trip; a barrier that is quicker estimates it better.
 
     Args:
-        started_ns: rank -> begin of each sample on its boot_id's monotonic clock.
+        started_ns: rank -> start of each sample on its host's monotonic clock.
         boot_ids: rank -> its `boot_id`; None if unknown.
         offsets: rank -> offset from its clock to rank 0's, if it was measured.
     """

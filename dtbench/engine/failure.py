@@ -1,7 +1,7 @@
 """Notices that a rank died, raised or hangs, informs all ranks, and ends them.
 
-The main thread may be in a collective that never returns, so a few threads wait for failures. They sleep in the kernel
-until something happens: no heartbeat disturbs what is measured. They wait for
+The main thread may be in a collective that never returns, so a few threads wait for failures. They sleep until
+something happens: no heartbeat disturbs the measurement. They wait for
 
 - signals: a launcher sends SIGTERM to the remaining ranks when one dies, and Ctrl-C arrives as SIGINT;
 - an event in the store: another rank raised, noticed a failure, or stops all ranks;
@@ -112,7 +112,7 @@ class RankState:
         case_label: the active case.
         samples_begun: number of samples begun in the case.
         location: file, line and function that the main thread is in.
-        is_waiting: whether that is inside torch or this package, so that the rank probably waits for others.
+        is_waiting: whether that location is inside torch or this package, so that the rank probably waits for others.
         cases_begun: number of cases begun.
         failure: the error that this rank raised, if any.
         failed_at: when it raised, seconds since 1970; 0 if it did not.
@@ -145,7 +145,7 @@ class Diagnosis:
     blames_case: bool = True
 
     def message_during(self, case: ActiveCase) -> str:
-        """Returns the message, with the label of the case if that failed."""
+        """Returns the message, with the label of the case if the case failed."""
         return f"{self.message} during {case.label}" if self.blames_case and case.name else self.message
 
 
@@ -161,7 +161,7 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) 
     Args:
         states: the state of each rank that answered.
         hosts: host name of each rank.
-        limit: what did not finish at a timeout, see `FailureDetector.limit`.
+        limit: at a timeout, the step that did not finish and its limit, see `FailureDetector.limit`.
     """
 
     def named(ranks: Sequence[int]) -> str:
@@ -186,7 +186,11 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) 
 
 
 def _late_ranks(states: Mapping[int, RankState]) -> list[int]:
-    """Returns the ranks that the others wait for: a sample behind, or running code outside torch and this package."""
+    """Returns the ranks that the others probably wait for.
+
+    These have begun fewer cases or samples, or run code outside torch and this package, or are a minority at a line of
+    their own.
+    """
     states = {rank: state for rank, state in sorted(states.items()) if state.case_label} or states
     progress = {rank: (state.cases_begun, state.samples_begun) for rank, state in states.items()}
     if len(states) == 1 or len(set(progress.values())) > 1:
@@ -231,7 +235,7 @@ def record_failure(
 
 
 def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWriter | None) -> None:
-    # The file may lack even a header.
+    # The file cannot be read if the ranks ended before they wrote its header.
     with (
         suppress(UnreadableRunError),
         nullcontext(writer) if writer is not None else RunWriter.resume(output) as file,
@@ -280,7 +284,7 @@ class FailureDetector:
         self.joined = False  # whether the other ranks can be informed
         self._store: Store | None = None  # opened when a failure is noticed
         self._votes: Callable[[], int] = lambda: 0
-        self._raised: tuple[int, str] = (-1, "")  # the number of votes before it, and the error
+        self._raised: tuple[int, str] = (-1, "")  # votes before the error, and the error
         self._raised_at = 0.0
         self._ending = threading.Lock()  # held for ever by the thread that ends the process
         self._final_code: int | None = None
@@ -314,7 +318,7 @@ class FailureDetector:
         """Ends all ranks if the block takes this rank longer than `timeout_s`.
 
         Args:
-            text: what did not finish and its limit, for the message; by default the limit of --timeout.
+            text: the block and its limit in words, for the message; by default the limit of --timeout.
         """
         outer, self._limit = self._limit, text or f"within --timeout {timeout_s:g} s"
         timer = self._after(timeout_s, self._end_late, self._limit)
@@ -339,7 +343,7 @@ class FailureDetector:
         self.end_all_ranks("raised")
 
     def stop_other_ranks(self, code: int) -> None:
-        """Makes all other ranks leave with `code`, for example since rank 0 cannot write its file."""
+        """Makes all other ranks leave with `code`, for example because rank 0 cannot write its file."""
         self._publish({"kind": "stop", "code": code})
         self.leave(code)
 
@@ -351,7 +355,7 @@ class FailureDetector:
         """
         self._ending.acquire()
         self._final_code = code
-        with suppress(RuntimeError):  # the rank that served the store has met all others, and left
+        with suppress(RuntimeError):  # the process that served the store has left
             if self.joined or store is not None:
                 store = store or self._connect()
                 store.set(f"farewell/{self._rank}", "")
@@ -376,7 +380,7 @@ class FailureDetector:
                 event = json.loads(store.get(f"event/{number}"))
             except RuntimeError:
                 if self._final_code is None:
-                    self.end_all_ranks("died")  # the process that served the store
+                    self.end_all_ranks("died")  # the process that served the store has ended
                 return
             number += 1
             match event["kind"]:
@@ -430,7 +434,7 @@ class FailureDetector:
     def _end(self, diagnosis: Diagnosis, *, reports: bool) -> NoReturn:
         """Ends this process. The ranks that do not report wait for the report.
 
-        A launcher may kill the reporting rank as soon as another rank has left.
+        If they left earlier, a launcher could kill the reporting rank before it has reported.
         """
         try:
             if reports:

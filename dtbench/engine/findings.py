@@ -1,6 +1,6 @@
 """Summarizes a run in a line per suite, and suggests the next commands.
 
-If the run itself gives reasons to doubt a line, such as ranks that share cores or scattered samples, they are added.
+If the run gives reasons to doubt a line, such as ranks that share cores or scattered samples, these are added.
 """
 
 from collections import defaultdict

@@ -76,7 +76,8 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     measured = {result.key for result in previous.results} if previous else set()
     code = EXIT_OK
     for launch in range(request.launches):
-        # Only the ranks of a refined launch know which sizes it lacks. The last launch ends the file.
+        # Skip a launch that lacks nothing, except the last, which completes the file. With --refine, only the ranks can
+        # determine which sizes it lacks.
         if launch + 1 < request.launches and not (
             selection.options.refine or remaining(selection.tasks, measured, launch)
         ):
@@ -118,7 +119,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
         WorldBrokenError: the ranks cannot be started.
     """
     refuse_local_ranks(world_size)
-    # A thread per core in each of several ranks would measure the contention for cores.
+    # If each rank had a thread per core, the times would include contention for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

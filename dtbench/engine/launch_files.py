@@ -16,7 +16,7 @@ class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The spec of a launch. Ranks of our launcher read it instead of parsing the command line.
 
     Attributes:
-        command: the command whose ranks these are.
+        command: the command that starts the ranks.
         request: the command's validated request, as JSON data.
         argv: the command line without the program's name, for the header of the run file.
         launch: which of the --launches this is, from 0.

@@ -29,13 +29,13 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Subject:
-    """One impl of a case on this rank. If its code raises or computes wrong data, this subject alone fails.
+    """One impl of a case on this rank. If its code raises or computes wrong data, only this subject fails.
 
     Attributes:
         on_start: called before any of its code runs.
         on_failure: called with the error, in one line, if its code raises.
         workload: the impl, once it is built.
-        failure: its status and the reason after it failed or was skipped. Then only `close` runs its code.
+        failure: (status, reason) once it has failed or was skipped. From then on only `close` runs its code.
     """
 
     case: Case

@@ -36,7 +36,7 @@ _DEFAULT_SIZES: Mapping[tuple[DeviceType, bool], str] = {
     ("cuda", False): "1KiB:1GiB:4x",
     ("cuda", True): "64KiB:64MiB:32x",
 }
-# The sweep of `--max-size`: its first size, where latency alone counts, and its factor. Log-log interpolation between
+# The sweep of `--max-size`: its first size, where latency alone counts, and its factor. Interpolation between
 # neighbours is then good to a few per cent on a smooth curve; elsewhere the sweep is refined.
 PLANNED_FROM_BYTES, PLANNED_FACTOR = 1024, 4
 # Launches of a calibration run: the fewest for which an interval over launches is meaningful.
@@ -69,7 +69,7 @@ class RunRequest:
         nproc: number of ranks, if given.
         sizes_bytes: the sizes of --size, if given.
         filter: lines of words. A case matches if its label contains every word of at least one line, see `matcher`.
-        launches: number of times that everything is repeated with fresh ranks.
+        launches: number of times that everything is measured, each time with new ranks.
         timeout_s: limit of a case.
         resume: whether to continue the run in `output`.
         output: the run file; None names it by the time.
@@ -77,7 +77,7 @@ class RunRequest:
         max_size_bytes: largest payload of a calibration run.
         refine: whether to refine sweeps; None refines with max_size_bytes.
         budget_s: the time that the whole run may take.
-        on_failure: after a hang or a lost rank, "continue" with new ranks or "stop".
+        on_failure: after a case has ended the ranks: "continue" with new ranks, or "stop".
         save_baseline: name of a baseline to save the run as.
         brief: whether to print only counts at the end, for a file that is not kept.
     """

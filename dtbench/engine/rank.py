@@ -84,12 +84,12 @@ _CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
 # the launcher kills all ranks after the first exit, and a store served by rank 0 is gone then.
 RANK_0_PRINTS_S = 10.0
 _MAX_SHOWN_CHARS = 60
-# Finding each other's addresses, and the first context on a GPU, may take long.
+# Exchanging addresses and creating the first context on a GPU may take long.
 _MIN_GROUP_TIMEOUT_S = 60.0
 
 
 class LaunchedRank:
-    """This process as a rank that a launcher started. Entered before torch is loaded.
+    """This process as a rank that a launcher started. Enter it with `with` before torch is loaded.
 
     Attributes:
         env: the rank's number, and the address of the store that the ranks share.
@@ -111,8 +111,8 @@ class LaunchedRank:
         """Stores the arguments. Entering the context starts the rank.
 
         Args:
-            print_failure: called once with what ended the ranks and the active case, in a helper thread of the lowest
-                living rank. Only under another launcher: ours receives a report and prints it.
+            print_failure: called once with the diagnosis and the active case, in a helper thread of the rank that
+                reports. Not called if our launcher receives a report, which it prints itself.
             launch: number of the launch, from 0.
             report_path: where our launcher reads the ranks' report; "" under another launcher.
         """
@@ -150,11 +150,11 @@ class LaunchedRank:
         """Waits for the other ranks.
 
         Args:
-            transport: backend of the process group to come, for the ranks' `rank_facts`.
-            agreement: what has to be the same on all ranks, by the names that users know.
+            transport: backend of the process group that will be started, also recorded in `rank_facts`.
+            agreement: values that must be the same on all ranks, by the names that users know.
 
         Raises:
-            RankMismatchError: the ranks differ in `agreement` or versions, or one was refused an option.
+            RankMismatchError: the ranks differ in `agreement` or versions.
             WorldBrokenError: ranks are missing, or their store does not answer.
         """
         from dtbench.machine.provenance import installed, local_rank_info
@@ -221,7 +221,7 @@ class LaunchedRank:
             self.wait_for_all()  # before a rank leaves a group that others still use
 
     def wait_for_all(self) -> None:
-        """Waits for all ranks without the process group, asleep."""
+        """Waits for all ranks by a vote, without the process group. Waiting ranks sleep."""
         self.ranks.agree(None, vote_of_rank_0)
 
     def conclude(self, exit_code: int | None) -> None:
@@ -335,7 +335,7 @@ def await_all_ranks(env: RankEnv, connect: Callable[[bool], Store], limit_s: flo
 
 def _open_store(env: RankEnv, connect: Callable[[bool], Store], limit_s: float, silent_s: float) -> Store:
     start_s, obstacle = time.monotonic(), [""]
-    # In a thread: torch waits without end for a server that takes connections and does not answer.
+    # In a thread: torch waits without end for a server that accepts connections and does not answer.
     opening = ThreadPoolExecutor(1).submit(_connect_when_served, env, connect, obstacle)
     for until_s in (silent_s, limit_s):
         try:
@@ -354,7 +354,7 @@ def _open_store(env: RankEnv, connect: Callable[[bool], Store], limit_s: float, 
 
 
 def _connect_when_served(env: RankEnv, connect: Callable[[bool], Store], obstacle: list[str]) -> Store:
-    """Opens the store once it is served. Writes into `obstacle` why it is not yet."""
+    """Opens the store once it is served. Until then, `obstacle` holds the reason why it is not."""
     while reason := why_unreachable(env):
         obstacle[0] = reason
         time.sleep(_RETRY_S)
@@ -379,7 +379,7 @@ def silence_torch() -> None:
 
 
 def _compare_votes(votes: list[dict[str, Any]]) -> tuple[list[Any], str]:
-    """Returns the rank_facts of all ranks, and why the ranks cannot work together, else ""."""
+    """Returns the rank facts of all ranks, and the reason why the ranks cannot work together or ""."""
     expected: dict[str, str] = votes[0]["agreement"]
     for rank, vote in enumerate(votes):
         for name in [*expected, *vote["agreement"]]:
@@ -398,9 +398,10 @@ def _shorten(value: str) -> str:
 
 
 def complain_from_one_rank(text: str) -> None:
-    """Prints an error from before joining, once.
+    """Prints an error from before joining.
 
-    Rank 0 prints at once. Another rank prints if the store is still served afterwards: rank 0 did not fail then."""
+    Rank 0 prints at once. Another rank prints if the store is still served afterwards: rank 0 did not fail then.
+    """
     env = valid_rank_env()
     line = " ".join(text.split())
     if env is None or env.rank == 0:

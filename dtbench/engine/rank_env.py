@@ -115,7 +115,7 @@ _SLURM = _Variables(
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
 )
-# The first launcher whose rank and size are set counts. One that runs inside another's job precedes it.
+# The first launcher whose rank and size are set counts. A launcher that runs inside another's job precedes that one.
 _LAUNCHERS = (
     _TORCHRUN,
     # docs.open-mpi.org, "Environment variables set for MPI applications"; the namespace: PMIx_Init(3).
@@ -142,7 +142,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
-    """Returns the rank that a launcher made of this process; None if no launcher started ranks.
+    """Returns the rank of this process; None if no launcher started ranks.
 
     A Slurm step or mpirun of a single process does not count: our launcher starts the ranks inside it.
 
@@ -150,7 +150,8 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
         UsageError: the variables are incomplete, contradictory or impossible.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
-    # A batch script is not in a step. Hydra runs a step of one process per host, which starts the ranks.
+    # A batch script has Slurm's variables but is not in a step. Hydra's step has one process per host, which starts the
+    # ranks.
     by_srun = "SLURM_STEP_ID" in environ and environ.get("PMI_SIZE", tasks) == tasks
     launchers = [names for names in _LAUNCHERS if by_srun or names.rank != _SLURM.rank]
     names = next((names for names in launchers if environ.get(names.rank) and environ.get(names.size)), None)
@@ -200,7 +201,7 @@ def find_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
 
 
 def valid_rank_env() -> RankEnv | None:
-    """Returns the rank of this process; None also if its variables are refused, which the command reports."""
+    """Returns the rank of this process; None if it has none or its variables are refused. The command reports those."""
     with suppress(UsageError):
         return find_rank_env()
     return None

@@ -30,7 +30,7 @@ _D = TypeVar("_D")
 SIMULATED_RANKS = 8
 # Time for a dying server to drop the connection of a probe.
 _PROBE_S = 0.2
-# The failure detector fires at the case's timeout and names what hangs. The group's own timeout comes later.
+# The process group times out this long after the case's timeout. Before that, the failure detector names what hangs.
 GROUP_GRACE_S = 30.0
 
 
@@ -50,8 +50,8 @@ class RankGroup(Protocol):
 def store_connector(env: RankEnv, launch: int) -> Callable[[bool], Store]:
     """Returns a function that opens a new connection to the store of this launch.
 
-    Its argument is True for the first connection of this process, which on rank 0 also serves the store unless the
-    launcher does. Each launch has its own keys.
+    The function's argument is True for the first connection of this process, which on rank 0 also serves the store
+    unless the launcher does. Each launch has its own keys.
 
     Args:
         env: the environment of this launch, see `RankEnv.of_launch`.
@@ -96,7 +96,7 @@ def why_unreachable(env: RankEnv) -> str:
 
 
 class StoreRanks:
-    """`RankGroup` over a store. Waiting ranks sleep in the kernel; nothing polls while another rank works.
+    """`RankGroup` over a store. Waiting ranks sleep; nothing polls while another rank works.
 
     Attributes:
         votes: number of votes taken, by which the failure detector sees whether the ranks still make progress.
@@ -206,7 +206,7 @@ class LiveWorld:
         self.mesh = self._make(tuple(size for _, size in mesh), tuple(name for name, _ in mesh))
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """Returns a mesh of all ranks in `shape`, with dims dim0, dim1..., or the run's mesh if that has the shape.
+        """Returns a mesh of all ranks in `shape`: the run's mesh if it has that shape, else one with dims dim0, dim1...
 
         The first call with a shape is a collective of all ranks.
         """
@@ -227,7 +227,7 @@ def select_device(device_type: str, local_rank: int) -> torch.device:
 
     if device_type == "cpu":
         return torch.device("cpu")
-    # If the launcher shows each rank only its own GPU, that is number 0.
+    # If the launcher shows each rank only its own GPU, this GPU is number 0.
     return gpus().select(local_rank % gpus().count())
 
 
@@ -272,7 +272,7 @@ def real_world(
 ) -> Iterator[LiveWorld]:
     """Yields the world of all ranks in a new process group.
 
-    After an error the group is not destroyed: NCCL would wait for the other ranks, which do not know of it yet.
+    After an error the group is not destroyed: NCCL would wait for the other ranks, which have not been informed yet.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore

@@ -1,4 +1,4 @@
-"""Chooses the sizes that a sweep lacks: next to points that interpolation between their neighbours misses.
+"""Chooses sizes to add to a sweep: beside each point that interpolation between its neighbours misses.
 
 A table of times is interpolated linearly between its sizes. If that misses a measured point by over 10 %, the curve
 bends (a protocol switch, a cache, the change from latency to bandwidth), and the times between the neighbours are
@@ -69,7 +69,7 @@ def sizes_between(
 def middles(points: Mapping[int, Sequence[float]]) -> dict[int, float]:
     """Returns the sizes to measure, and the log of the factor by which interpolation misses the points beside each.
 
-    If both neighbours of a size are missed, their misses add up: the bend lies between them.
+    If interpolation misses the points on both sides of a new size, their misses add up: the bend lies between them.
 
     Args:
         points: size -> samples, seconds.

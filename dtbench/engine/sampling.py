@@ -40,7 +40,7 @@ MAX_GROWTH = 10
 SAMPLES_PER_LENGTH = 3
 # Seconds between votes: long enough not to disturb fast cases, short enough to stop a slow one near its timeout.
 VOTE_INTERVAL_S = 0.25
-# A case is given up if the rest of its timeout holds fewer samples than this.
+# A case fails if fewer samples than this fit into the rest of its timeout.
 MIN_SAMPLES = 2
 
 _V = TypeVar("_V")
@@ -70,7 +70,7 @@ class Instruments:
 
     Attributes:
         clocks: the clock of each kind of case.
-        barrier: all ranks leave it together.
+        barrier: a barrier of all ranks.
         budget: how much to measure.
         boot_id: boot id of the host's operating system, whose monotonic clock gives the start times of samples.
         gpu_state: returns clocks and throttling of this rank's GPU; None without a GPU.
@@ -103,7 +103,7 @@ class RankSamples(TypedDict):
         boot_id: boot id of the host's operating system.
         offset: offset to rank 0's clock and its uncertainty, ns.
         error_ns: uncertainty of `started`.
-        throttled: what throttled the GPU, if anything.
+        throttled: the reasons why the GPU was throttled; None if it was not.
     """
 
     counters: dict[str, float] | None
@@ -120,7 +120,7 @@ class AllFailed(Exception):  # noqa: N818 - ends a measurement, on all ranks at 
 
 
 class TooSlow(Exception):  # noqa: N818 - rank 0's decision, not an error
-    """The rest of the timeout is too short for the next step; the message has the times."""
+    """The rest of the timeout is too short for the next step; the message lists the times per call."""
 
 
 class CollectiveSchedule(SamplingSchedule):
@@ -205,7 +205,7 @@ class CollectiveSchedule(SamplingSchedule):
 
 
 class Adaptive(CollectiveSchedule):
-    """The schedule of `dtbench run`: as many samples as the budget and the timeout hold, the impls in turn."""
+    """The schedule of `dtbench run`: as many samples as budget and timeout allow, from the impls in turn."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class Adaptive(CollectiveSchedule):
     def warm_up(self) -> None:
         """Makes one call of each impl, then blocks of calls until they stop getting faster.
 
-        The ranks vote after each first call, since one may take most of the timeout.
+        The ranks vote after each first call, since a first call may take most of the timeout.
         """
         self.vote(None, lambda _votes: None)
         for impl in list(self.live):
@@ -297,8 +297,8 @@ class Adaptive(CollectiveSchedule):
         states, offset_before = [self._instruments.gpu_state()], self._instruments.clock_offset()
         done = 0
         while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
-            # A failed impl gets None as a sample until the next vote: the other ranks may not have failed, and expect
-            # this rank in the samples of the other impls.
+            # Until the next vote, an impl that failed here gets None as samples. The other ranks have not been informed
+            # and expect this rank in the samples of the other impls.
             order = list(self.live)
             for first in (number % len(order) for number in range(done, done + rounds)):
                 for impl in order[first:] + order[:first]:
@@ -339,7 +339,7 @@ class Adaptive(CollectiveSchedule):
     # ---- calls ----
 
     def _time(self, impl: str, calls: int, samples: int = 1) -> float | None:
-        """Returns seconds per call of the fastest of some samples; None if one raised."""
+        """Returns seconds per call of the fastest of `samples` samples; None if a call raised."""
         subject, clock = self.live[impl], self._clock
 
         def fastest_s() -> float:
@@ -356,7 +356,7 @@ class Adaptive(CollectiveSchedule):
         return subject.attempt(fastest_s)
 
     def _warmup_calls(self, impl: str) -> int:
-        """Returns the calls per sample of the warm-up: several only if the case sets a length of samples."""
+        """Returns the calls per sample of the warm-up: several only if the case sets `sample_s`."""
         return self._calls[impl] if self.case.sample_s else 1
 
     # ---- rank 0's decisions ----
@@ -402,7 +402,7 @@ class Adaptive(CollectiveSchedule):
 
 
 def _gravest(votes: Sequence[Mapping[str, tuple[Status, str]]]) -> _Failures:
-    """Returns the gravest failure of each impl on any rank; of equal ones that of the lowest rank."""
+    """Returns each impl's gravest failure over all ranks; among equally grave ones that of the lowest rank."""
     order = ("skipped", "wrong", "failed")
     gravest: _Failures = {}
     for rank, failures in enumerate(votes):
@@ -463,7 +463,7 @@ def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: 
             rank: Offset(*measured["offset"]) for rank, measured in by_rank.items() if measured["offset"]
         },
     )
-    # Nanoseconds: more digits would only fill the file.
+    # Rounded to nanoseconds: more digits would only enlarge the file.
     return {str(rank): tuple(round(float(s) / calls, 9) for s in late[rank]) for rank in late}
 
 
@@ -471,8 +471,8 @@ def default_budget(world: str, quick: bool) -> Budget:
     """Returns how much is measured per impl of a case.
 
     Host latencies are microseconds, so many rounds are affordable, and a stable quartile needs them. Collectives
-    between processes on one machine cost milliseconds, and five samples tell as much as thirty within the noise between
-    launches. With these seconds, the whole `--quick` run takes minutes on two cores.
+    between processes on one machine take milliseconds. They vary so much between launches that five samples say as
+    much as thirty. With this budget, the whole `--quick` run takes minutes on two cores.
     """
     seconds = 0.02 if quick else 0.10
     min_samples, max_samples = (20, 50) if world == "simulated" else (5, 30)
@@ -494,7 +494,7 @@ def measure_tasks(
 ) -> None:
     """Measures the tasks, all ranks together.
 
-    On simulated ranks, cases with several `passes` come first. All of them are measured once before the next pass.
+    In a single process, cases with several `passes` come first. All of them are measured once before the next pass.
 
     Args:
         launch: number of the launch, for the results.

@@ -79,13 +79,13 @@ class Selection:
 
 
 def select(request: RunRequest, world_size: int | None = None) -> Selection:
-    """Validates all that can be validated before ranks exist, and lists the tasks.
+    """Validates the request as far as possible before ranks exist, and lists the tasks.
 
     Args:
         world_size: number of ranks; None chooses it for ranks of our own on this machine.
 
     Raises:
-        UsageError: options that cannot be followed.
+        UsageError: an option is refused.
     """
     silence_torch()
     device_type = choose_device(request.device)
@@ -115,9 +115,9 @@ def select(request: RunRequest, world_size: int | None = None) -> Selection:
 
 
 def agreement_of(selection: Selection) -> dict[str, str]:
-    """Returns what has to be the same on all ranks, by the names that users know.
+    """Returns the values that must be the same on all ranks, by the names that users know.
 
-    Otherwise ranks would wait in different collectives, or measure different things.
+    If they differed, ranks would wait in different collectives, or measure different things.
     """
     request, options = selection.request, selection.options
     codes = (getattr(suite.cases, "__code__", None) for suite in selection.suites)

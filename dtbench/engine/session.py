@@ -1,7 +1,7 @@
 """A rank's part in a run: measures with the other ranks; rank 0 also writes and prints the results.
 
-Once the ranks have met, they agree on the tasks that the run file still lacks, measure them one after another, first on
-simulated ranks and then in a process group, and end with the exit code of rank 0.
+Once the ranks have joined, they agree on the tasks that the run file still lacks. They measure these one after another,
+first on simulated ranks and then in a process group. All end with the exit code of rank 0.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class Session:
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:
                 self._recorder = RunRecorder(selection, spec, self._output, rank)
-            # Rank 0 chooses: the tasks that its file lacks, with the impls that it lacks.
+            # Rank 0 chooses the tasks and impls that its run file lacks.
             impls = [] if self._recorder is None else self._recorder.remaining_impls()
             chosen = zip(selection.tasks, rank.ranks.agree(impls, vote_of_rank_0), strict=True)
             tasks = [dataclasses.replace(task, impls=tuple(impls)) for task, impls in chosen if impls]
@@ -116,7 +116,7 @@ class Session:
         rank.exit()
 
     def _agree_on_added_tasks(self, selection: Selection) -> list[Task]:
-        """Returns what the suites want to measure beyond their listed cases, according to rank 0's results.
+        """Returns the tasks that refine the suites' sweeps, chosen by rank 0 from its results.
 
         Rank 0 sends names and params, from which each rank builds the cases.
         """
@@ -139,7 +139,10 @@ class Session:
             yield
 
     def _record_failure(self, diagnosis: Diagnosis, case: ActiveCase) -> None:
-        """Records the failed result and prints the last line. Called in a helper thread under another launcher."""
+        """Records the failed result and prints the last line, in a helper thread.
+
+        Not called if our launcher receives a report, since it then does this.
+        """
         record_failure(
             diagnosis, case, self._output, None if self._recorder is None else self._recorder.writer
         )
@@ -202,9 +205,9 @@ class RunRecorder:
         return [impls.get(id(task.case), []) for task in self._selection.tasks]
 
     def added_cases(self) -> list[tuple[str, str, dict[str, Param], list[str]]]:
-        """Returns suite, name, params and impls of the cases that the suites want beyond the selection.
+        """Returns suite, name, params and impls of the cases that refine the suites' sweeps.
 
-        The results so far show which these are.
+        The suites choose them by the results so far.
         """
         selection, results = self._selection, list(self.writer.results.values())
         options = selection.options
@@ -224,7 +227,7 @@ class RunRecorder:
         self._progress.result(written)
 
     def end(self) -> int:
-        """Ends the launch, and after the last launch the run: ends its file and prints the last lines.
+        """Closes the run file. After the last launch, also completes it and prints the last lines.
 
         Returns:
             The exit code.
@@ -293,6 +296,6 @@ def make_instruments(
     budget: Budget,
     clock_offset: Callable[[], Offset | None] = lambda: None,
 ) -> Instruments:
-    """Returns the clocks of a device and the state of a GPU. For the arguments, see `Instruments`."""
+    """Returns the instruments for a device. For the arguments, see `Instruments`."""
     read_gpu_state = functools.partial(gpu_state, device.index or 0) if is_gpu(device) else lambda: None
     return Instruments(clocks_of(device), barrier, budget, boot_id(), read_gpu_state, clock_offset)

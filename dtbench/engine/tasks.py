@@ -21,7 +21,7 @@ _SIZE_PARAM = re.compile(r"(?<=\w=)(\d+(?:\.\d+)?) ?(b|kib|mib|gib)(?![\w=])")
 
 @dataclass(frozen=True)
 class Task:
-    """A case of a suite, and those of its impls that are to be measured."""
+    """A case of a suite, and the impls of it to measure."""
 
     suite: Suite
     case: Case
@@ -44,7 +44,7 @@ def label_of(suite: str, case: Case | Result) -> str:
 def matcher(text: str) -> Callable[[str], bool]:
     """Returns a predicate: whether a label contains every word of at least one line of `text`, ignoring case.
 
-    A quoted text is one word. A value after its name has to match entirely: pass=forward does not match
+    A quoted text is one word. The value in NAME=VALUE has to match entirely: pass=forward does not match
     pass=forward+backward. A size may have a unit: size=4KiB matches size=4096.
     """
     lines = [
@@ -74,7 +74,7 @@ def list_tasks(
     """Lists the cases of the suites and the impls to measure, simulated suites first.
 
     Args:
-        text: what the labels of the cases have to match, see `matcher`.
+        text: the text that the labels of the cases have to match, see `matcher`.
         texts: suite name -> the text for its cases, instead of `text`.
 
     Raises:
@@ -108,11 +108,11 @@ def list_tasks(
 
 
 def _suggest(text: str, tasks: Sequence[Task]) -> str:
-    """Returns the words of tasks nearest to the words that no task has: `; expected such as add, n=16`."""
+    """Suggests words of the labels for the words of `text` that no label has: `; the nearest are add, n=16`."""
     words = {word for task in tasks for word in task.label.split()[1:]}
     unknown = [word for word in _words(text.lower()) if not any(map(matcher(shlex.quote(word)), words))]
     near = [name for word in unknown for name in get_close_matches(word, sorted(words), cutoff=0.0)]
-    return f"; expected such as {', '.join(dict.fromkeys(near))}" if near else ""
+    return f"; the nearest are {', '.join(dict.fromkeys(near))}" if near else ""
 
 
 def _cases_of(suite: Suite, options: RunOptions) -> Iterator[Case]:

@@ -43,8 +43,8 @@ class StartedProgram:
         Args:
             command: its argv.
             out: takes the output of the program and its children.
-            connected: whether to connect to it. It opens its end with `connection_at`; the descriptor's number is
-                appended to its command line.
+            connected: whether to open a connection. The program opens its end with `connection_at`; the descriptor's
+                number is appended to its command line.
         """
         connection, child_end = Pipe() if connected else (None, None)
         self._connection = connection
@@ -180,9 +180,9 @@ def seconds_until(deadline: float) -> float:
 
 
 def end_with_launcher(launcher_pid: int) -> None:
-    """Makes the kernel send this process a SIGTERM when its launcher dies; ends it now if that has died already.
+    """Makes Linux send this process SIGTERM when its launcher dies. Exits at once if the launcher has died already.
 
-    Linux only. Elsewhere the ranks notice that their store is gone.
+    Elsewhere the ranks notice that their store is gone.
     """
     import ctypes
 

@@ -107,7 +107,7 @@ REFUSED = {
     "run bench/": "Did you mean 'bench/speed.py'?",
     "list bench": "Did you mean 'bench/speed.py'?",
     "run ./bench/speed": "Did you mean 'bench/speed.py'?",
-    "run bench/speed.py/ad=1": "'ad=1' matches none of their 2 cases; expected such as ",
+    "run bench/speed.py/ad=1": "'ad=1' matches none of their 2 cases; the nearest are ",
     "run bench/speed.py/add --filter mul": "--filter 'add mul' matches none of their 2 cases",
     "list bench/speed.py bench/speed.py/nothing": "'nothing' matches none of their 2 cases",
     "run run.jsonl": "run.jsonl is a run of dtbench, expected a suite; read it with `dtbench show run.jsonl`",

@@ -95,7 +95,7 @@ IN_OWN_WAIT = state(location="comm.py:9 in wait", is_waiting=False)
         ),
         # In a simulated world only rank 0 runs a case; the others wait for it.
         pytest.param(
-            dict.fromkeys(range(4), RankState("event", location="ranks.py:1 in agree", is_waiting=True))
+            dict.fromkeys(range(4), RankState("event", location="rank_votes.py:1 in agree", is_waiting=True))
             | {0: state("timeout", cases_begun=9)},
             0,
             "rank 0 on n1 did not finish",

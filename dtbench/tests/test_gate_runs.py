@@ -249,7 +249,7 @@ def test_real_arms_report_a_selection_without_benchmarks_before_a_launch(
         ("bench/tiny.py", "ModuleNotFoundError: No module named 'helper_beside' (tiny.py:2)"),
         (
             "bench/tiny.py/nothing bench/tiny.py/sum",
-            "'nothing' matches none of their 1 cases; expected such as n=50",
+            "'nothing' matches none of their 1 cases; the nearest are n=50",
         ),
         ("bench/tiny.py --impl core", "no benchmark of --impl core: it has python"),
     ):

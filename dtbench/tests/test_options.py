@@ -146,10 +146,10 @@ def test_filter_looks_at_the_whole_label(text: str, names: list[str]) -> None:
     ("text", "hint"),
     [
         ("size=8 dim=tp", "`dtbench list SUITE`"),
-        ("dim=t", "expected such as dim=tp, size=8"),  # a value is matched whole
-        ("'dim=tp size=4'", "expected such as size=4, dim=tp"),  # quoted words in their order
-        ("it's", "expected such as dim=tp, size=8"),
-        ("zzz", "expected such as size=8, size=4"),
+        ("dim=t", "the nearest are dim=tp, size=8"),  # a value is matched whole
+        ("'dim=tp size=4'", "the nearest are size=4, dim=tp"),  # quoted words in their order
+        ("it's", "the nearest are dim=tp, size=8"),
+        ("zzz", "the nearest are size=8, size=4"),
     ],
 )
 def test_filter_that_matches_nothing_is_refused(text: str, hint: str) -> None:
