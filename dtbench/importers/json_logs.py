@@ -43,7 +43,7 @@ class _Config(Struct, frozen=True):
 
 
 class _Times(Struct, frozen=True):
-    """Figures of one buffer placement.
+    """Measurements of one buffer placement.
 
     Attributes:
         time: us per call.

@@ -258,7 +258,10 @@ def test_intervals_depend_on_the_kind_and_widen_outside_the_fitted_range() -> No
         assert prediction_intervals.interval(job(gpus), layout(dp=gpus), judged) == pytest.approx(interval)
     assert [prediction_intervals.extrapolation(job(gpus), machine) for gpus in (64, 256)] == [
         None,
-        "extrapolated beyond the steps that round was fitted to: 256 GPUs (4.00x outside 1 to 64)",
+        (
+            "extrapolated beyond the steps that round was fitted to: "
+            "256 GPUs (a factor of 4.00 outside the fitted range 1 to 64)"
+        ),
     ]
     sparse = prediction_intervals.error_of(["one node"] * 10, [1.0] * 9 + [2.0])
     assert (sparse.high, sparse.kinds) == (2.0, {})  # of few steps the whole range

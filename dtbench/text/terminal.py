@@ -42,7 +42,7 @@ _GAP = 2
 
 class _Console(Console):
     def on_broken_pipe(self) -> NoReturn:
-        """Leaves a closed pipe to the program. Rich would exit with code 1, which means a regression."""
+        """Lets the program handle a closed pipe. Rich would exit with code 1, which means a regression."""
         raise BrokenPipeError
 
 

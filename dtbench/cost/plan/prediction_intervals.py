@@ -11,7 +11,7 @@ import numpy as np
 from dtbench.cost.plan.machines import ErrorBounds, MachineSpec
 from dtbench.cost.plan.training import TrainingJob, TrainingLayout
 from dtbench.grouping import group_by
-from dtbench.text.units import format_ratio
+from dtbench.text.units import significant
 
 # Share of the held-out steps below, and above, an interval that should hold 90 % of new steps. It is less than 5 %:
 # steps of the same layout are similar, and new layouts have larger errors. nanotron's layouts were halved four times.
@@ -100,8 +100,8 @@ def extrapolation(job: TrainingJob, machine: MachineSpec) -> str | None:
     """Describes how the job lies outside the machine's fitted range; None if it lies inside."""
     quantities = _quantities(job)
     ranges = [
-        f"{_short(quantities[name])} {name} ({format_ratio(factor)} outside {_short(machine.fitted_range[name][0])} to "
-        f"{_short(machine.fitted_range[name][1])})"
+        f"{_short(quantities[name])} {name} (a factor of {significant(factor, 3)} outside the fitted range "
+        f"{_short(machine.fitted_range[name][0])} to {_short(machine.fitted_range[name][1])})"
         for name, factor in _outside_range(job, machine)
     ]
     return (
