@@ -107,7 +107,7 @@ def test_link_comparison_states_how_the_reference_was_extrapolated(changed, doub
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"mesh_dim": "cp", "group_size": 16}, "the topology has dp, tp, none of 16 ranks"),
+        ({"mesh_dim": "cp", "group_size": 16}, "the topology has no mesh dim of 16 ranks (dims: dp, tp)"),
         ({"bytes": None}, "no bytes"),
         ({"mesh_dim": "unknown group", "group_size": None}, "an unknown number of ranks"),
         ({"collective": "send"}, "no send over 4 ranks of dim dp"),

@@ -99,11 +99,8 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
     named = [dim for dim in topology.dims if dim.name == kind.mesh_dim]
     candidates = named or [dim for dim in topology.dims if dim.ranks == ranks]
     if not candidates:
-        return (
-            None,
-            "",
-            f"the topology has {', '.join(dim.name for dim in topology.dims)}, none of {ranks} ranks",
-        )
+        names = ", ".join(dim.name for dim in topology.dims)
+        return None, "", f"the topology has no mesh dim of {ranks} ranks (dims: {names})"
     # The slowest of several dims gives the most cautious reference.
     dim = min(candidates, key=lambda dim: dim.bandwidth_GiBps)
     curve = dim.collectives.get(kind.collective)
@@ -151,14 +148,15 @@ def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> Iterator[Savi
 def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
     """Returns the ranks whose lateness causes most of the exposed communication of the others, the latest first.
 
-    A late rank spends more time outside exposed communication than the others. It comes last more often than by chance.
-    The first condition excludes ranks that come last over one dim because they waited over another.
+    A late rank spends more time outside exposed communication than the others. It arrives last at collectives more
+    often than by chance. The first condition excludes ranks that arrive last over one dim because they waited over
+    another.
     """
     means, late_ranks = {rank.rank: rank.mean_step for rank in job.ranks if rank.each_step}, list[LateRank]()
     for rank, step in means.items():
-        others = [parts for number, parts in means.items() if number != rank]
+        peer_steps = [peer for number, peer in means.items() if number != rank]
         # The calls cover all groups over the dim, but a rank takes part only in those of its own group.
-        lasts = [
+        last_shares = [
             (
                 waits.last_counts.get(f"{rank}", 0)
                 * len({*waits.waiting_s, *waits.last_counts})
@@ -169,17 +167,17 @@ def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
             for waits in job.waits
             if waits.calls
         ]
-        last_share, group_size, dim = max(lasts, default=(0.0, 1, ""))
-        if not others or last_share <= 1 / group_size:
+        last_share, group_size, dim = max(last_shares, default=(0.0, 1, ""))
+        if not peer_steps or last_share <= 1 / group_size:
             continue
-        late_s = step.step_s - step.exposed_s - median(parts.step_s - parts.exposed_s for parts in others)
+        late_s = step.step_s - step.exposed_s - median(peer.step_s - peer.exposed_s for peer in peer_steps)
         if late_s < max(
-            LATE_SHARE * median(parts.exposed_s for parts in others), MIN_LATE_STEP_SHARE * step.step_s
+            LATE_SHARE * median(peer.exposed_s for peer in peer_steps), MIN_LATE_STEP_SHARE * step.step_s
         ):
             continue
         excess_s = {
             part: (getattr(step, f"{part}_s") or 0.0)
-            - median(getattr(other, f"{part}_s") or 0.0 for other in others)
+            - median(getattr(peer, f"{part}_s") or 0.0 for peer in peer_steps)
             for part in ("host_bound", "computation", "idle", "copy")
         }
         part = next((part for part, s in excess_s.items() if s >= late_s / 2), "")
@@ -282,8 +280,8 @@ def _compare_times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) 
     base_step_s = median(times["step_s"] for times in sides[0])
     for part in dict.fromkeys(part for side in sides for times in side for part in times):
         base, head = ([times.get(part, 0.0) for times in side] for side in sides)
-        rest_s = 0.0 if part == "step_s" else base_step_s
-        verdict, why, effect = compare_launches([s + rest_s for s in base], [s + rest_s for s in head])
+        added_s = 0.0 if part == "step_s" else base_step_s
+        verdict, why, effect = compare_launches([s + added_s for s in base], [s + added_s for s in head])
         why = (
             f"cannot tell: one launch on each side; record {MIN_LAUNCHES} or more"
             if why == SINGLE_LAUNCH
@@ -293,7 +291,7 @@ def _compare_times(bases: Sequence[Job], heads: Sequence[Job], ranks: Set[int]) 
 
 
 def _times_per_step(job: Job, ranks: Set[int]) -> dict[str, float]:
-    """Returns the mean of each activity over the ranks, and for each dim the lateness of its latest rank per step."""
+    """Returns seconds per step: each activity's mean over the ranks, and the lateness of each dim's latest rank."""
     means = [rank.mean_step for rank in job.ranks if rank.rank in ranks]
     times = {
         part: fmean(getattr(step, part) for step in means)

@@ -2,7 +2,7 @@
 
 On a GPU, kernels are the work and each collective is a kernel. Its arguments, or those of the call that launched it,
 describe it. Without a GPU, ops of torch are the work, and gloo's transport events are the collectives. Times are
-microseconds since a time within the trace.
+microseconds since the trace's zero, which is a time within the trace.
 """
 
 import re
@@ -62,10 +62,10 @@ _SUBCLASS_OP = "PythonSubclass"
 _GROUP_ANNOTATION = "dtbench:group "
 # gloo runs a reduce_scatter as an all_reduce.
 _CALLS_BY_TRANSPORT = {"all_reduce": ("all_reduce", "reduce_scatter")}
-_MAX_TRANSPORT_DELAY_US = 5e6  # a transport that starts later after a call belongs to another call
+_MAX_TRANSPORT_DELAY_US = 5e6  # a transport that starts more than this after a call belongs to another call
 _MAX_TIME_US = 1e13  # a third of a year
 _OVERFLOW_US = 2**31 / 1e3  # 2^31 ns: a duration that overflowed
-_MAX_CANDIDATE_CALLS = 64  # calls of one kind that a transport is matched with
+_MAX_CANDIDATE_CALLS = 64  # calls of one kind that are compared with a transport
 _MAX_NESTING = 64  # enclosing ops that are kept for a call
 _MARK_ROUNDING_US = 1e-3  # an annotation on a stream starts with its kernel, up to this rounding error
 _IMPOSSIBLE, _REPEATED = "with an impossible duration", "that repeat another event"
@@ -81,9 +81,11 @@ class RankTrace:
         rank: its global rank.
         world_size: number of ranks of the job.
         backend: the default process group's backend.
-        zero_us: the time that all others are relative to, since the epoch of the clock.
+        zero_us: the trace's zero, in microseconds since the epoch of its clock.
         source: name of the file.
-        torch, host, device: version of torch, name of the host, name of the GPU; "" if unknown.
+        torch: version of torch; "" if unknown.
+        host: name of the host; "" if unknown.
+        device: name of the GPU; "" if unknown.
         calls: its collectives, in the order in which the host issued them.
         compute: the intervals in which it computed, merged.
         copies: the intervals in which it copied memory, merged.
@@ -243,7 +245,7 @@ class _RankReader:
         ops.add(start, duration, self._names.setdefault(name, len(self._names)))
 
     def _add_kernel(self, kernel: Op, duration: float) -> None:
-        """Stores a kernel as communication or computation, by its arguments, else by its name."""
+        """Stores a kernel as communication if its arguments or its name show a collective, else as computation."""
         if kernel.args.collective is not None or kernel_collective(kernel.name):
             self._messages.append(kernel)
         else:
@@ -318,9 +320,9 @@ class _RankReader:
         return trace
 
     def _refuse_without_kernels(self, backend: str) -> None:
-        """Refuses a trace without kernels of a job on an accelerator.
+        """Raises an error if a trace without kernels comes from a job on an accelerator.
 
-        Its calls on the host do not show when it computed and communicated.
+        The calls on the host do not show when such a job computed and communicated.
 
         Raises:
             UnreadableRunError: the job ran on an accelerator.
@@ -379,7 +381,7 @@ class _RankReader:
     def _drop_long(self, trace: RankTrace, work: _Spans) -> None:
         """Drops events longer than the trace, or longer than the longest step if they begin in a step.
 
-        gloo's transports may wait in its queue for several steps, so that limit does not apply to them.
+        gloo's transports may wait in its queue for several steps, so the limit of a step does not apply to them.
         """
         lists = self._messages, self._transports
         spans = [work.pairs(), self._copies.pairs(), *(intervals(op[1:3] for op in ops) for ops in lists)]
@@ -437,7 +439,8 @@ class _RankReader:
     ) -> Iterator[comm.Call]:
         """Yields a call for each communication kernel.
 
-        Its launch, or the annotation over it on its stream, leads to the calls on the host that describe it.
+        The kernel's launch leads to the calls on the host that describe it. If it leads to none, the annotation over
+        the kernel on its stream is used instead.
         """
         by_thread = group_by(host, lambda op: op.thread)
         by_number = {number: op for op in host if (number := _number(op.args.external)) >= 0}
@@ -517,7 +520,7 @@ class _RankReader:
         unsized = sum(
             call.bytes is None and call.collective not in ("barrier", comm.UNKNOWN) for call in calls
         )
-        # Only gloo's: NCCL's sends and receives record their group.
+        # Only gloo's sends and receives lack their group: NCCL's record it.
         groupless = sum(
             not (trace.on_gpu or call.group.key) and call.collective in ("send", "recv") for call in calls
         )
