@@ -223,7 +223,11 @@ class LogTable:
 
 @dataclass(frozen=True)
 class Problem:
-    """A remark about a log for the user. line: its number from 1, or 0 for the whole log."""
+    """A remark about a log for the user.
+
+    Attributes:
+        line: number of the line, from 1; 0 for the whole log.
+    """
 
     line: int
     text: str
@@ -253,7 +257,11 @@ class Log:
     failures: list[Problem] = field(default_factory=list)
 
     def add_problem(self, line: int, text: str, *, drops_row: bool = False) -> None:
-        """Records a remark. drops_row: whether a row was dropped because of it."""
+        """Records a remark.
+
+        Args:
+            drops_row: whether a row was dropped for the reason in the remark.
+        """
         self.problems.append(Problem(line, text))
         self.dropped_rows += drops_row
 

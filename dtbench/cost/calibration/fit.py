@@ -103,7 +103,11 @@ def fit_line(
 
 
 def rising(times_us: Array) -> Array:
-    """Returns the nearest times, on a log scale, that never fall with size. times_us: by ascending size."""
+    """Returns the nearest times, on a log scale, that never fall with size.
+
+    Args:
+        times_us: times by ascending size.
+    """
     return np.asarray(np.exp(isotonic_regression(np.log(times_us)).x))
 
 

@@ -370,7 +370,11 @@ def _contention(
 
 
 def _host_layout(reported: DimLayout | None, slowest_over_fastest: float, warnings: list[str]) -> HostLayout:
-    """Returns the layout of the dim's groups on hosts. reported: from the run's ranks, or None."""
+    """Returns the layout of the dim's groups on hosts.
+
+    Args:
+        reported: the layout that the run's ranks reported, or None.
+    """
     if mixed := slowest_over_fastest > MIXED_FACTOR:
         warnings.append(
             f"mixed dim: its slowest group takes {slowest_over_fastest:.2f}x as long as its fastest;"

@@ -144,7 +144,7 @@ def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapp
 def _bandwidths(
     section: ReportSection, cases: Sequence[ReportCase], setting: str, limits: Mapping[str, float]
 ) -> Figure | None:
-    """Draws a panel per collective. Colours distinguish mesh dims; dashes groups alone or together, and in place."""
+    """Draws a panel per collective. Colours show the mesh dim; dashes show grouping and placement (in place or not)."""
     dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
     kinds = {(c.get("groups"), c.get("in_place")): c for c in cases}.values()
     ways = distinct(

@@ -167,7 +167,7 @@ def ratio_caption(cases: Sequence[ReportCase]) -> str:
 
 
 def note_slow_floors(section: ReportSection, cases: Sequence[ReportCase], prefix: str = "") -> None:
-    """Adds a note for each floor that is slower than what it is a floor for.
+    """Adds a note for each floor that is slower than the implementation whose time it should bound.
 
     Args:
         prefix: names the suite if the section has several.
