@@ -42,7 +42,7 @@ ResultForm = tuple[tuple[int, ...] | None, Callable[[Tensor], Tensor] | None]
 
 @dataclass
 class PendingCallbacks:
-    """The callbacks and errors of an operation.
+    """The callbacks and errors that one call to the bucketer (add or flush) has to deliver.
 
     They are kept until the bookkeeping of the operation is done, since callbacks may use the bucketer.
 

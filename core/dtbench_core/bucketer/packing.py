@@ -149,8 +149,8 @@ class Packed(NamedTuple):
     order: list[int] | None = None
 
 
-# Both classes have `used`, the elements per shard so far, and `room`, their maximum. `needs()` returns the number of
-# elements that `pack` will allocate.
+# `Rows` and `HeldInputs` below both have `used`, the elements per shard so far, and `room`, their maximum. `needs()`
+# returns the number of elements that `pack` will allocate.
 
 
 class Rows:

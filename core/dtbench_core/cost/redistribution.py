@@ -194,7 +194,7 @@ class ChainSearch:
         return tuple(indices)
 
     def _detour_shards(self) -> list[Shard]:
-        """Shards of tensor dims that neither end shards, as possible intermediate placements.
+        """Shards of tensor dims that neither `src` nor `dst` shards, as possible intermediate placements.
 
         By the formula they all cost the same, so the largest dims, which split most evenly, suffice. A chain needs at
         most one per mesh dim. With measured curves, Shard(0) has a price of its own and is added.
@@ -202,8 +202,8 @@ class ChainSearch:
         end_dims = {placement.dim for placement in self.placements if placement.is_shard()}
         measured = any(prices.curves for prices in self.prices)
         if len(self.active_dims) < 2 and not measured:
-            # On one mesh dim a detour helps in two cases: a direct step would pad, because a dim is shorter than its
-            # ranks, for example; or an inner mesh dim shards the same tensor dim as an outer one of a single rank.
+            # On one mesh dim a detour helps in two cases: a direct step would pad, for example because a dim has fewer
+            # elements than ranks; or an inner mesh dim shards the same tensor dim as an outer one of a single rank.
             ranks = math.prod(self.sizes)
             ends = ([self.placements[index] for index in end] for end in (self.src, self.dst))
             sharded_dims = [[placement.dim for placement in end if placement.is_shard()] for end in ends]
@@ -282,7 +282,7 @@ class ChainSearch:
     def _fits(self, target: int, mesh_dim: int, state: State) -> bool:
         """Whether `mesh_dim` may get a StridedShard or RaggedShard, which suit only some lengths.
 
-        They fit if an end has this placement there, and the outer mesh dims shard the tensor dim as at that end.
+        They fit if `src` or `dst` has this placement there, and the outer mesh dims shard the tensor dim as it does.
         """
 
         def outer_shards(placed: State) -> list[int | None]:

@@ -40,8 +40,8 @@ _CHANGES_OF_COLLECTIVE = {
 SENDING = tuple(name for names in _CHANGES_OF_COLLECTIVE.values() for name in names)
 
 
-def parts_of_tensor(collective: str, ranks: int) -> int:
-    """Returns the size of the redistributed tensor, in units of the size that nccl-tests prints.
+def tensor_bytes_per_printed_byte(collective: str, ranks: int) -> int:
+    """Returns the factor from the size that nccl-tests prints to the size of the redistributed tensor.
 
     nccl-tests prints the size of the tensor that all ranks hold together, except for an all-to-all. There it prints the
     buffer of one rank (AlltoAllGetCollByteCount in its src/alltoall.cu).
@@ -59,7 +59,9 @@ def curves_of_changes(collectives: Mapping[str, Curve], ranks: int) -> dict[str,
         Curve of each change by name, over the bytes of the tensor that one group holds together.
     """
     return {
-        change: Curve(tuple(size * parts_of_tensor(name, ranks) for size in curve.sizes), curve.times_us)
+        change: Curve(
+            tuple(size * tensor_bytes_per_printed_byte(name, ranks) for size in curve.sizes), curve.times_us
+        )
         for name, curve in collectives.items()
         for change in _CHANGES_OF_COLLECTIVE.get(name, ())
     }
@@ -128,7 +130,7 @@ class DimConstants:
         priced by either, never by some of each.
 
         Args:
-            collectives: curve of each collective, over the bytes that nccl-tests counts (`parts_of_tensor`).
+            collectives: curve of each collective, over the bytes that nccl-tests prints.
             changes: curve of each change, over the bytes of the global tensor.
         """
         curves = curves_of_changes(collectives, ranks) | dict(changes)

@@ -1,4 +1,4 @@
-"""Collectives over one mesh dim, padding, and the cost model, by the names of torch's `_collective_utils`.
+"""Collectives over one mesh dim, padding, and the cost model, under the names of torch's `_collective_utils`.
 
 They are for code written against those names; the core's own redistribution uses redistribute/movers.py. The cost
 functions are those of cost/redistribution.py, and the constants of a mesh those of cost/mesh_topology.py.

@@ -75,8 +75,8 @@ def shard_parameters(
     shard_dim = dim_index(device_mesh, mesh_dim)
     if device_mesh.ndim > 2:
         raise MeshError(
-            f"shard_parameters got the {mesh_info(device_mesh)}, expected one dim, or two of which tensor parallelism "
-            'uses the other: slice it, as in mesh["dp", "tp"]'
+            f"shard_parameters got the {mesh_info(device_mesh)}, expected one dim, or two where tensor parallelism "
+            'uses the other one: slice it, as in mesh["dp", "tp"]'
         )
     other_info = None if device_mesh.ndim == 1 else mesh_info(mesh_of_dim(device_mesh, 1 - shard_dim))
     for name, parameter in module.named_parameters():

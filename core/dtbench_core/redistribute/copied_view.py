@@ -8,8 +8,9 @@ class, which stores where its values come from. It is in one of these states:
     COPY    it has the values of its base; a write to it is stored to the base, by each rank for its own part
     STALE   its base was written to since; the base is gathered again before the view is read
 
-If the gathered copy is not stored (for conj, and for reduced pending sums), writes and reads of a stale view raise. So
-do writes to an input's copied view that a graph returned, because it is only linked to the storage of the input.
+If the gathered copy is not stored (for conj, and for reduced pending sums), writes and reads of a stale view raise.
+Writes also raise on a copied view of an input that a compiled graph returned. It is linked to the input's storage, not
+to the input.
 
 Ops on a copied view return DTensors, and views of it are copied views. It has separate plans, because its class is part
 of their keys.
@@ -71,9 +72,9 @@ class Origin(NamedTuple):
 
     Attributes:
         owner: the base.
-        version: torch's count of writes when the values were copied. None if torch does not count them, as for
+        version: torch's version counter when the values were copied. None for tensors without one, such as
             inference tensors; such views are gathered at every read.
-        writes: our count of writes to the memory at that time.
+        writes: `SharedMemory.count()` at that time.
         gathered: the gathered copy; None if it is not stored.
         spec, local: spec and local tensor of the base at that time. The base may get another shape in place.
     """
@@ -87,12 +88,12 @@ class Origin(NamedTuple):
 
 
 class CopiedView:
-    """Mixin in front of a DTensor class (`viewed`), whose attribute `copied_view` is the resulting class."""
+    """Mixin for copied views: `class V(CopiedView, D)`. `V.viewed` is D, and `D.copied_view` is V."""
 
     __slots__ = ()
 
     viewed: ClassVar[type[Wrapper]]
-    # None for a part of a simulated rank: the DTensor that it belongs to was checked before.
+    # None for a simulated rank's part of a copied view: the whole DTensor was checked before.
     _origin: Origin | None = None
     # Whether a traced backward made it. A gradient owns its memory once the graph returns it.
     _of_backward = False
@@ -238,7 +239,7 @@ def _refresh(view: Any) -> None:
 def store_to_base(view: Any) -> None:
     """Stores a write to `view` to its base, and from there to the base of the base; each rank stores its own part.
 
-    The shared count of writes makes the view stale afterwards.
+    The shared version counter makes the view stale afterwards.
     """
     while is_copied(view) and view._origin is not None:
         owner, _, _, gathered, spec, local = view._origin

@@ -135,41 +135,41 @@ def _make_term(dst: Placement, index: int) -> Mover:
     )
 
 
-# ---- dtypes of transports ----
+# ---- dtypes of backends (NCCL, gloo) ----
 
-# All transports send and reduce these dtypes. Other dtypes are sent as bytes, and reduced in one of these.
-_TRANSPORT_DTYPES = {
+# All backends send and reduce these dtypes. Other dtypes are sent as bytes, and reduced in one of these.
+_BACKEND_DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
 }
 
 
-def _to_transport(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor as a flat one, in a dtype that all transports send."""
+def _to_backend(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor as a flat one, in a dtype that all backends send."""
     flat = tensor.view(-1)
-    # All transports send bool, but not all reduce it.
-    if flat.dtype in _TRANSPORT_DTYPES or flat.dtype is torch.bool:
+    # All backends send bool, but not all reduce it.
+    if flat.dtype in _BACKEND_DTYPES or flat.dtype is torch.bool:
         return flat.resolve_neg() if flat.is_neg() else flat
     flat = flat.resolve_conj().resolve_neg()
     # A tensor of one element is contiguous with any stride, but can be viewed as bytes only with a stride of 1.
     return (flat if flat.numel() != 1 else flat.as_strided((1,), (1,))).view(torch.uint8)
 
 
-def _from_transport(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undoes `_to_transport` for a received tensor."""
+def _from_backend(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Undoes `_to_backend` for a received tensor."""
     return flat if flat.dtype is dtype else flat.view(dtype)
 
 
 def _gather_any_dtype(local: torch.Tensor, shape: Shape, group: comm.Group) -> torch.Tensor:
     """Returns the ranks' contiguous tensors of any dtype, concatenated."""
-    sent = _to_transport(local)
+    sent = _to_backend(local)
     flat = comm.gathered(sent, (sent.numel() * group.size(),), group)
-    return _from_transport(flat, local.dtype).view(shape)
+    return _from_backend(flat, local.dtype).view(shape)
 
 
 def _reduction_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns a dtype to reduce in, which represents the values of `dtype` and their sums at least as well."""
-    if dtype in _TRANSPORT_DTYPES:
+    if dtype in _BACKEND_DTYPES:
         return dtype
     if dtype.is_floating_point:
         return torch.float32
@@ -237,7 +237,7 @@ class _EvenLayout:
 
 def _make_even_gather(step: Exchange) -> Mover:
     axes, group = _EvenLayout(step.shape, step.src, step.sizes), step.group
-    rows, carried = axes.rows, step.dtype in _TRANSPORT_DTYPES
+    rows, carried = axes.rows, step.dtype in _BACKEND_DTYPES
     stacked = (step.parts * axes.local[0], *axes.local[1:])  # gloo accepts no additional axis of ranks
 
     def gather(local: torch.Tensor) -> torch.Tensor:
@@ -332,7 +332,7 @@ def _make_all_reduce(step: Exchange, op: str) -> Mover:
         return lambda local: functools.reduce(combine, _gathered_terms(local, step.parts, group).unbind())
     if op in ("max", "min") and step.dtype.is_floating_point:
         return lambda local: _reduce_extremum(local, op, group)
-    if step.dtype in _TRANSPORT_DTYPES or step.dtype.is_complex:
+    if step.dtype in _BACKEND_DTYPES or step.dtype.is_complex:
         return lambda local: comm.reduced(local, group, op)
     return lambda local: comm.reduced(local.to(carrier), group, op).to(local.dtype)
 
@@ -341,14 +341,14 @@ _BITWISE = dict(zip(BITWISE, ("bitwise_and", "bitwise_or", "bitwise_xor"), stric
 
 
 def _gathered_terms(local: torch.Tensor, parts: int, group: comm.Group) -> torch.Tensor:
-    """Returns the terms of all ranks, (n, *local shape), for reductions that transports lack."""
+    """Returns the terms of all ranks, (n, *local shape), for reductions that backends lack."""
     return _gather_any_dtype(local.contiguous(), (parts, *local.shape), group)
 
 
 def _reduce_extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.Tensor:
     """Returns the max or min over the ranks, with NaN where any rank has NaN, as torch does.
 
-    Transports drop NaN because they compare with <. So each value is reduced together with a NaN flag, in one
+    Backends drop NaN because they compare with <. So each value is reduced together with a NaN flag, in one
     collective.
     """
     sign = 1 if op == "max" else -1
@@ -363,7 +363,7 @@ def _reduce_extremum(local: torch.Tensor, op: str, group: comm.Group) -> torch.T
 def _make_reduce_scatter(step: Exchange, op: str) -> Mover:
     group = step.group
     gathers = op == "product" if step.dtype.is_complex else op in BITWISE and not comm.reduces_bits(group)
-    if gathers or not (step.dtype in _TRANSPORT_DTYPES or step.dtype.is_complex):
+    if gathers or not (step.dtype in _BACKEND_DTYPES or step.dtype.is_complex):
         reduce = _make_all_reduce(step, op)
         return lambda local: _own_part(reduce(local), step)
     if not _is_even(step, step.dst):
@@ -423,9 +423,9 @@ def _make_even_all_to_all(step: Exchange) -> Mover:
     )
 
     def exchange(local: torch.Tensor) -> torch.Tensor:
-        sent = _to_transport(sent_layout.pack(local))
+        sent = _to_backend(sent_layout.pack(local))
         return received_layout.unpack(
-            _from_transport(comm.exchanged(sent, (sent.numel(),), group), local.dtype)
+            _from_backend(comm.exchanged(sent, (sent.numel(),), group), local.dtype)
         )
 
     return exchange
@@ -441,7 +441,7 @@ def _make_uneven_all_to_all(step: Exchange) -> Mover:
     order = (dst.dim, src.dim, *batch_dims)
     inverse_order = [order.index(d) for d in range(len(order))]
     batch_shape = tuple(step.shape[d] for d in batch_dims)
-    scale = 1 if step.dtype in _TRANSPORT_DTYPES else step.dtype.itemsize
+    scale = 1 if step.dtype in _BACKEND_DTYPES else step.dtype.itemsize
     batch_count, own_length = math.prod(batch_shape), dst_lengths[step.index]
     out_sizes = [n * batch_count * src_lengths[step.index] * scale for n in dst_lengths]
     sizes = [own_length * n * batch_count for n in src_lengths]
@@ -457,8 +457,8 @@ def _make_uneven_all_to_all(step: Exchange) -> Mover:
             packed = local.permute(order).contiguous()
         else:
             packed = torch.cat([dst.part(local, parts, r).permute(order).reshape(-1) for r in range(parts)])
-        flat = comm.exchanged(_to_transport(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
-        received = _from_transport(flat, local.dtype)
+        flat = comm.exchanged(_to_backend(packed), (sum(in_sizes),), group, in_sizes, out_sizes)
+        received = _from_backend(flat, local.dtype)
         if even:
             joined = received.view(stacked).transpose(0, 1).reshape(received_shape)
         else:

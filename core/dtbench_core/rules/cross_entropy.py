@@ -73,7 +73,7 @@ def cross_entropy(
 def linear_cross_entropy(*args: Value, options: Any = None, **kwargs: Any) -> Value:
     """Calls F.linear_cross_entropy without its options; NotImplemented if there are none.
 
-    The options define how one device splits the batch into chunks. That op of torch creates plain buffers in its
+    The options define how one device splits the batch into chunks. torch's op for them creates plain buffers in its
     backward.
     """
     return NotImplemented if options is None else F.linear_cross_entropy(*args, **kwargs)

@@ -324,7 +324,7 @@ def foreach_norm(tensors: Sequence[Value], ord: Any = 2, dtype: torch.dtype | No
     for (cls, *_), positions in by_spec.items():
         first = tensors[positions[0]]
         if not first.dtype.is_floating_point or (ord == math.inf and 0 in first.shape):
-            return NotImplemented  # torch rejects the latter, as an empty tensor has no maximum
+            return NotImplemented  # torch raises for the max norm of an empty tensor
         spec = first._spec if cls else None
         groups.setdefault(spec and (cls, spec.info, spec.placements, spec.dtype), []).extend(positions)
     meshes = {placed[1] for placed in groups if placed}

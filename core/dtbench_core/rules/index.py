@@ -84,7 +84,7 @@ def _lookup(placed: PlacedSpecs) -> Callable[..., torch.Tensor] | None:
 def embedding_dense_backward(call: OpCall) -> Strategy:
     """(grad [..., width], indices [...]) -> gradient of the weight, a sum over the indices."""
     lead = free_labels(call.inputs[1].ndim, skip="rw")
-    # Frequencies count all indices, so indices cannot be sharded then.
+    # With scale_grad_by_freq, frequencies count all indices, so the indices must not be sharded.
     return Strategy(
         [
             *label_rows("w" if call["scale_grad_by_freq"] else "w" + lead, (lead + "w", lead), ("rw",), SUM),

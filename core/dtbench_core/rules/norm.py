@@ -98,7 +98,7 @@ def native_layer_norm_backward(call: OpCall) -> Strategy:
 
 @rule(aten.add_.Scalar)
 def add_number_in_place(call: OpCall) -> Strategy:
-    """Adding a number to a Partial: to each term of an average, but to only one term of a sum. rms_norm does it."""
+    """Adds a number to a Partial: to each term of an average, but to only one term of a sum. rms_norm needs this."""
     return Strategy(
         [*pointwise(call).rows, *linear_rows(call, 1)],
         localize=_add_on_first_rank if pending_ops(call, ["sum"]) else None,

@@ -74,7 +74,7 @@ def _with_in_place(ops: set[OpOverload]) -> set[OpOverload]:
 LINEAR = _with_in_place({aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default})
 LINEAR |= _with_in_place({aten.lerp.Scalar, aten.conj_physical.default})
 LINEAR |= {aten._conj_physical.default, aten.positive.default, aten.complex.default}
-# Ops that are linear in the first input; the others are factors. They include gradients, linear in the output gradient.
+# Ops that are linear in the first input; the other inputs are factors. Backward ops are linear in the output gradient.
 ACTIVATIONS = """
     elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu log_sigmoid logit mish native_dropout
     _prelu_kernel sigmoid silu softplus softshrink tanh threshold
@@ -129,9 +129,9 @@ def _partial_rows(call: OpCall) -> list[PlacementRow]:
 @rule(aten.detach_copy.default, aten.alias_copy.default, aten.lift_fresh_copy.default)
 @rule(aten.empty_like.default, aten.zero_.default)
 def same_placements(call: OpCall) -> Strategy:
-    """Ops that return the input's values, uninitialized memory, or zeros, which are valid terms of any reduction.
+    """Ops that return the input's values, uninitialized memory or zeros. All placements stay.
 
-    All placements pass.
+    Zeros are valid terms of any reduction.
     """
     return Strategy([*shard_rows(range(call.inputs[0].ndim), 1, 1), *linear_rows(call, 1, ops=REDUCE_OPS)])
 

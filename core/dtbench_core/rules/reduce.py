@@ -142,7 +142,7 @@ def trace(call: OpCall) -> Strategy:
 
 @rule(aten.prod.default, aten.prod.dim_int)
 def prod(call: OpCall) -> Strategy:
-    if call.inputs[0].dtype.is_complex:  # no transport multiplies complex numbers
+    if call.inputs[0].dtype.is_complex:  # no backend multiplies complex numbers
         reduced, keepdim = reduced_dims(call)
         return Strategy(unreduced_dim_rows(call, reduced, keepdim))
     rows = _reduction_rows(call, Partial("product"))

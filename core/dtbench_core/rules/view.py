@@ -2,7 +2,7 @@
 
 If a view only splits or joins dims, shards stay in place if a placement describes them afterwards, see
 Note [Regrouped dims].
-Otherwise they are moved to the outermost of the joined dims. All pending reductions pass.
+Otherwise they are moved to the outermost of the joined dims. All pending reductions stay pending.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _repeat_dims(call: OpCall, ndim: int) -> dict[int, int]:
 
 DimMap = Callable[[OpCall, int], dict[int, int]]  # (call, number of dims of the full tensor) -> map of dims
 
-# Windows of a tensor: the dims that a window contains in full -> dims of the window. The table serves ops that return a
-# window, that write one (`_scatter`), and that put one into zeros (`_backward`).
+# For each kind of window: map from the tensor dims that it contains in full to its own dims. The table serves ops that
+# return a window, that write one (`_scatter`), and that put one into zeros (`_backward`).
 WINDOWS: dict[str, DimMap] = {
     "select": lambda call, n: remaining_dims(n, [call.dim(ndim=n)]),
     "slice": lambda call, n: remaining_dims(
@@ -303,7 +303,7 @@ def view_dtype(call: OpCall) -> Strategy:
 
 
 @dataclass
-class Group:
+class DimGroup:
     """Input dims and output dims that have the same elements.
 
     Attributes:
@@ -331,7 +331,7 @@ def regrouped_placements(
     Mesh dims are handled from the outermost to the innermost. Each splits the parts that the outer mesh dims left.
     """
     states = [
-        Group(ins, outs, {d: in_shape[d] for d in ins}, {d: out_shape[d] for d in outs})
+        DimGroup(ins, outs, {d: in_shape[d] for d in ins}, {d: out_shape[d] for d in outs})
         for ins, outs in groups
     ]
     view_placements: list[Placement] = []
@@ -347,7 +347,7 @@ def regrouped_placements(
     return tuple(view_placements)
 
 
-def _split_group(group: Group, placement: Shard, parts: int) -> Shard | None:
+def _split_group(group: DimGroup, placement: Shard, parts: int) -> Shard | None:
     """Returns the placement of the output for one more mesh dim, and updates the group."""
     dim = placement.dim
     stretches = placement.split_factor if isinstance(placement, StridedShard) else 1
@@ -377,7 +377,7 @@ def _split_placement(
 ) -> Shard | None:
     """Returns the placement of output dim `out` if its `factor` stretches can be split into `counts`, else None."""
     inner = size // factor
-    # `inner` indices of `out` have the same elements as `length` indices of the input dim.
+    # `inner` consecutive indices of `out` cover the same elements as `length` indices of the input dim.
     scaled = [count * inner for count in counts]
     if any(count % length for count in scaled):
         return None

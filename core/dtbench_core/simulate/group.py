@@ -1,8 +1,8 @@
 """The process group of simulated ranks, whose collectives are plain arithmetic on the tensors of all ranks.
 
 A rank's call is recorded as a `CollectiveCall`, and the simulator (threads.py) collects the calls of all ranks. As on
-a real transport, the n-th call of one rank on a group belongs to the n-th call of every other rank. Where a real
-transport would hang or return garbage, since op, root, shape or dtype differ, an error is raised here.
+a real backend, the n-th call of one rank on a group belongs to the n-th call of every other rank. Where a real
+backend would hang or return garbage, since op, root, shape or dtype differ, an error is raised here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def combine(call: CollectiveCall, calls: list[Any]) -> str | None:
         The message of an error in the computation, for example since shapes do not fit; None without an error.
     """
     try:
-        # A transport writes into the tensors' memory without autograd noticing; inference mode does the same.
+        # A backend writes into the tensors' memory without autograd noticing; inference mode does the same.
         with torch.inference_mode():
             call.finish(calls, call.signature)
     except (RuntimeError, ValueError, TypeError) as error:

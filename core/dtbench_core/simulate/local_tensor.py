@@ -261,7 +261,7 @@ def _group_equal(tensors: Mapping[int, torch.Tensor]) -> list[list[int]]:
     return groups
 
 
-# Both functions run without torch's dispatch, where the shards of a tensor that wraps them must be accessed directly.
+# These two functions run without torch's dispatch, so they read the shards of a tensor that wraps them directly.
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

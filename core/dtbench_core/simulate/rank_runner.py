@@ -130,7 +130,7 @@ class RankRunner(TorchDispatchMode):
         """Returns c10d's tables for code that runs as `rank`: the process's groups and the rank's ends of them."""
         if rank not in self._tables:
             self._tables[rank] = RankC10d(dist.distributed_c10d._world)
-            # A mode is entered in a world.
+            # The default group exists: a mode can only be entered after init_process_group.
             self._tables[rank].default_pg = self.rank_group(cast("Any", dist.group.WORLD), rank)
         return self._tables[rank]
 

@@ -33,7 +33,7 @@ from dtbench.text.units import (
     significant,
 )
 from dtbench_core.cost.ring import RING_COLLECTIVES
-from dtbench_core.cost.topology import parts_of_tensor
+from dtbench_core.cost.topology import tensor_bytes_per_printed_byte
 
 # Collective -> redistribution that it performs.
 TRANSITION = {
@@ -138,7 +138,7 @@ def _measured(name: str, collectives: Sequence[ReportCase], moved: Sequence[Repo
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
     for impl in ("core", "torch"):
         points[impl] = [
-            (c.number("size") // parts_of_tensor(name, c.number("ranks")), seconds)
+            (c.number("size") // tensor_bytes_per_printed_byte(name, c.number("ranks")), seconds)
             for c in moved
             if (seconds := c.seconds(impl)) is not None
         ]
@@ -151,7 +151,7 @@ def _added(section: ReportSection, collectives: Sequence[ReportCase], moved: Seq
         (
             c.get("mesh_dim"),
             TRANSITION.get(c.name),
-            (c.only.size_bytes or 0) * parts_of_tensor(c.name, c.number("ranks")),
+            (c.only.size_bytes or 0) * tensor_bytes_per_printed_byte(c.name, c.number("ranks")),
         ): c.only
         for c in collectives
     }
