@@ -143,7 +143,7 @@ def _store(op: object, out: torch.Tensor, value: torch.Tensor) -> None:
 
 def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
     """Resizes an out= of another shape, with the result's placements. Warns unless it was empty, as torch does."""
-    refuse_write(out, restating=True)
+    refuse_write(out, changes_shape=True)
     if out._spec.shape.numel():
         warnings.warn(
             f"{op} got out= of shape {list(out._spec.shape)} for a result of shape {list(value.shape)} and resized it, "
@@ -165,7 +165,7 @@ def run_in_place_view(
     functional = functional_of(op)
     assert functional is not None
     written: Wrapper = args[0]
-    refuse_write(written, restating=True)
+    refuse_write(written, changes_shape=True)
     shared = shares_memory(written)
     result = dispatch(cls, functional, (), args, kwargs)
     if shared and is_copied(result):

@@ -269,18 +269,18 @@ def refuse_writes(written: Sequence[object]) -> None:
         refuse_write(tensor)
 
 
-def refuse_write(tensor: Any, *, restating: bool = False) -> None:
+def refuse_write(tensor: Any, *, changes_shape: bool = False) -> None:
     """Raises if an op must not write to `tensor`.
 
     Args:
-        restating: whether the write changes the shape, which a view of the base does not support.
+        changes_shape: whether the write changes the shape, which a view of the base does not support.
 
     Raises:
         PlacementError: it is a copied view, and the write would be lost.
     """
     root = tensor
     while is_copied(root) and (origin := root._origin) is not None:
-        if restating or origin.gathered is None or origin.spec.overlaps_itself:
+        if changes_shape or origin.gathered is None or origin.spec.overlaps_itself:
             break
         root = origin.owner
     if not is_copied(root):
