@@ -125,8 +125,8 @@ def times_over_size(
         caption += " The distance of a redistribute from c10d is its overhead over the collective."
     if fitted:
         caption += (
-            " Where a dashed model leaves the points, DTensor’s planner uses wrong costs. Models are fitted to "
-            "times from the arrival of the last rank, over the shaded sizes."
+            " Where the dashed line of a model departs from the measured points, DTensor’s planner uses wrong costs. "
+            "Models are fitted to times from the arrival of the last rank, over the shaded sizes."
         )
     return curves(
         "times", section.capped(panels, "panels"), STYLES, caption, y=times_axis, shown=SHOWN, folded=folded
