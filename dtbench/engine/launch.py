@@ -76,8 +76,8 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     measured = {result.key for result in previous.results} if previous else set()
     code = EXIT_OK
     for launch in range(request.launches):
-        # Skip a launch that lacks nothing, except the last, which completes the file. With --refine, only the ranks can
-        # determine which sizes it lacks.
+        # Skip a launch whose results are all in the file, except the last, which completes it. With --refine, only the
+        # ranks know which sizes are missing.
         if launch + 1 < request.launches and not (
             selection.options.refine or remaining(selection.tasks, measured, launch)
         ):

@@ -1,7 +1,7 @@
 """The life of a rank, the same in every command: it joins the other ranks, does its part, and leaves.
 
 with LaunchedRank(env, print_failure) as rank:
-    ...                          # a DtbenchError here refuses the options; every rank raises it
+    ...                          # a DtbenchError here means invalid options, on every rank
     rank.join(device_type)       # from here on, an error on one rank ends all of them
     with rank.process_group(mesh, timeout_s) as (world, barrier):
         ...
@@ -80,8 +80,8 @@ _MAX_NAMED_RANKS = 8
 # A launcher kills the other ranks when the first one exits. The rank that prints the reason has this many seconds.
 _REPORT_TIMEOUT_S = 1.0
 _CHECK_ADDRESS = "check MASTER_ADDR, MASTER_PORT and the firewall"
-# If every rank refuses the options, rank 0 prints the reason. The other ranks stay alive for this many seconds, because
-# the launcher kills all ranks after the first exit, and a store served by rank 0 is gone then.
+# If every rank refuses the options, rank 0 prints the reason. The other ranks wait this many seconds, because a
+# launcher kills all ranks at the first exit. If the store of rank 0 is gone afterwards, rank 0 has refused them, too.
 RANK_0_PRINTS_S = 10.0
 _MAX_SHOWN_CHARS = 60
 # Exchanging addresses and creating the first context on a GPU may take long.
@@ -168,7 +168,7 @@ class LaunchedRank:
             raise WorldBrokenError(
                 f"rank {env.rank} cannot use its {device_type} device: {describe(error)}"
             ) from error
-        # Longer than the limits of `await_all_ranks`, whose errors name missing ranks. Importing torch may delay them.
+        # Longer than the limits of `await_all_ranks`, so that its errors, which name the missing ranks, come first.
         with self.limit(
             limit_s + 15 * _REPORT_TIMEOUT_S, f"joining through {env.store} within {limit_s:g} s"
         ):
@@ -279,7 +279,7 @@ class LaunchedRank:
             self._detector.fail(mask(describe(error)))
 
     def _report_failure(self, diagnosis: Diagnosis) -> None:
-        # Between cases, keep the case that rank 0 may have reported.
+        # Between cases, this rank has no active case. It leaves the case that rank 0 may have written into the report.
         case = {"case": self.active_case} if self.active_case.name else {}
         if diagnosis == LAUNCHER_DIED or not self.report(diagnosis=diagnosis, **case):
             self._print_failure(diagnosis, self.active_case)
@@ -400,7 +400,8 @@ def _shorten(value: str) -> str:
 def complain_from_one_rank(text: str) -> None:
     """Prints an error from before joining.
 
-    Rank 0 prints at once. Another rank prints if the store is still served afterwards: rank 0 did not fail then.
+    Rank 0 prints at once. Another rank first waits `RANK_0_PRINTS_S`. If the store is still served, rank 0 has not
+    failed, and this rank prints.
     """
     env = valid_rank_env()
     line = " ".join(text.split())

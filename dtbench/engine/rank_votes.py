@@ -131,7 +131,7 @@ class StoreRanks:
             self._on_failure(error)
 
     def agree(self, vote: _V, decide: Callable[[list[_V]], _D]) -> _D:
-        """See `RankGroup.agree`. One round trip per rank, two for rank 0.
+        """See `RankGroup.agree`. Each rank sets its vote and waits for the decision, which rank 0 makes from all votes.
 
         Raises:
             WorldBrokenError: a call raised here, and the other ranks do not vote.

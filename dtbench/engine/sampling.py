@@ -36,7 +36,7 @@ MAX_WARMUP_BLOCKS = 10
 # number of calls grows at most tenfold at once, as in `timeit`.
 LENGTH_MARGIN = 1.1
 MAX_GROWTH = 10
-# The length of a sample is the minimum of this many, because an interruption could lengthen any one.
+# To find out how long a sample takes, this many are timed. The shortest counts: an interruption only lengthens one.
 SAMPLES_PER_LENGTH = 3
 # Seconds between votes: long enough not to disturb fast cases, short enough to stop a slow one near its timeout.
 VOTE_INTERVAL_S = 0.25
@@ -98,7 +98,7 @@ class RankSamples(TypedDict):
 
     Attributes:
         counters: the workload's counters.
-        samples: seconds per call, None for a sample that raised; all None on a rank that only waits.
+        samples: seconds per call of each sample, None if it raised. None on a rank that does not measure the impl.
         started: start of each sample, ns on the host's monotonic clock.
         boot_id: boot id of the host's operating system.
         offset: offset to rank 0's clock and its uncertainty, ns.
@@ -297,8 +297,8 @@ class Adaptive(CollectiveSchedule):
         states, offset_before = [self._instruments.gpu_state()], self._instruments.clock_offset()
         done = 0
         while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
-            # Until the next vote, an impl that failed here gets None as samples. The other ranks have not been informed
-            # and expect this rank in the samples of the other impls.
+            # Until the next vote, an impl that failed on this rank gets None as its samples. This rank still samples
+            # the other impls, since the other ranks expect it there.
             order = list(self.live)
             for first in (number % len(order) for number in range(done, done + rounds)):
                 for impl in order[first:] + order[:first]:

@@ -35,7 +35,8 @@ _PROBE_TIMEOUT_S = 300.0
 _REVISION_PACKAGES = {"dtbench_core": "core/dtbench_core", "dtbench_suites": "suites/dtbench_suites"}
 # The gate sets these in every launch, so an arm may not.
 _RESERVED_VARIABLES = ("PYTHONPATH", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Prefix of variables that no library reads on import. Arms that differ only in these can share a loader.
+# Prefix of variables that no library reads on import. Arms that differ only in these can share a loader,
+# the process that imports torch and forks the launches.
 _SUITE_PREFIX = "DTBENCH_"
 # Prints facts about an arm's interpreter as JSON, then again with the problems of the selections. The first line comes
 # before the suites are imported, in case a suite ends the process. The arguments are the import folders of the arm.
@@ -71,7 +72,7 @@ class Arm:
         python_version: version of that interpreter.
         torch_version: version of its torch.
         gpus: number of GPUs that its torch finds.
-        loads_own_modules: whether a loader would import modules from the arm's folders; then it needs its own loader.
+        loads_own_modules: whether loading imports modules from the arm's folders. Such an arm cannot share a loader.
         problems: for each selection, the reason why it has no benchmark; "" if it has some.
         top: top folder of the repository, for a revision.
     """

@@ -1,4 +1,8 @@
-"""Runs a gate: builds the arms, counts, times, decides the verdicts and writes the files of its folder."""
+"""Runs a gate, which compares the speed of base and head.
+
+It builds both arms, counts the operations of each benchmark, times them, decides the verdicts and writes the files of
+its folder.
+"""
 
 import contextlib
 import math
@@ -92,7 +96,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 
 
 def control_kind(base: Arm, head: Arm) -> str:
-    """Returns the kind of control whose code is the same in both arms: "torch", "python", or "" without one."""
+    """Returns which control both arms can run with the same code: "torch" (plain ops), "python" or "" for none."""
     if (base.python, base.torch_version) == (head.python, head.torch_version):
         return "torch"
     return "python" if base.python_version == head.python_version else ""
@@ -212,8 +216,8 @@ class GateRun:
     def _compare_counters(self, benchmarks: Sequence[Benchmark], base: Counted, head: Counted) -> None:
         """Compares the counters of base and head.
 
-        A counter is higher in head only if a second launch of each arm counts the same. It makes the benchmark slower,
-        or only adds a note with `--counters report`.
+        A rise counts only if a second launch of each arm gives the same counts. The verdict is then slower; with
+        `--counters report` there is only a note.
         """
         ignored = frozenset[str]()
         if self.arms[0].python_version.split(".")[:2] != self.arms[1].python_version.split(".")[:2]:
@@ -262,7 +266,8 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
 
 def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
     """Returns a line about how long the launches will take, estimated from how long counting took."""
-    # Importing torch dominates. Counting imports it in the loaders of several rounds. Ranks import it at every launch.
+    # Importing torch takes most of the time. Counting starts the loaders of several rounds; launches on real ranks
+    # import torch each time.
     counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
     first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
     end = (

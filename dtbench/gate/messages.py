@@ -14,7 +14,7 @@ class LaunchRequest(NamedTuple):
     """A request of the gate to a loader: fork a launch of an arm.
 
     Attributes:
-        order: an Order, as msgpack.
+        order: the task of the launch, a `gate.benchmark.Order` as msgpack.
         log: file for the output of the launch.
         root: the working directory.
         path: the arm's entries of sys.path.

@@ -136,7 +136,7 @@ class GateSchedule:
     def _screen(self) -> None:
         self._rounds(SCREEN_ROUNDS)
         if any(has_moved(self._effect(pairs)) for pairs in (self.evidence.control, self.evidence.null)):
-            self._say("an unchanged benchmark moved: five more rounds, to distinguish chance from drift")
+            self._say("identical code changed its time: five more rounds, to distinguish chance from drift")
             self._rounds(MORE_ROUNDS)
         for benchmark in self._undecided():
             effect, base_s, _ = figures = effect_and_times(self.evidence.screen[benchmark.key])
@@ -173,7 +173,7 @@ class GateSchedule:
 
     def _decide_gross(self) -> None:
         """Decides benchmarks whose head is slower by the gross ratio in every round and pair, beyond chance."""
-        # The level covers all benchmarks, since this check also precedes the screen's selection.
+        # The level is split over all benchmarks, since this check also uses the screening, which times all of them.
         alpha = significance_level(len(self._benchmarks), LOOKS)
         for benchmark in self._undecided():
             screened, fresh = (pairs[benchmark.key] for pairs in (self.evidence.screen, self.evidence.fresh))

@@ -15,7 +15,8 @@ from dtbench.records.gate import GateCode, Trust
 from dtbench.stats import FLOORS, MAX_P, Effect, change_threshold, suite_drifts
 from dtbench.text.units import format_change
 
-# The screen passes a benchmark only if its slowdown is at most this share of the change that counts: 1.5% of 2%.
+# The screen passes a benchmark only if its slowdown is at most this share of the change that counts.
+# Where 2% counts, that is 1.5%.
 SCREEN_SHARE = 0.75
 # The control, or base against itself, has moved if it changes by more than this and a test excludes chance.
 TRUST_CHANGE = 0.01
@@ -121,7 +122,7 @@ def has_moved(effect: Effect | None) -> bool:
 
 
 def trust_of(control: Effect | None, null: Effect | None, ratios: Sequence[float] = ()) -> Trust:
-    """Returns whether the times of a run that timed benchmarks can be trusted.
+    """Returns whether the times of a gate can be trusted. Not called if the gate timed no benchmark.
 
     Args:
         control: the effect on the control benchmarks.

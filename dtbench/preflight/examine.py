@@ -28,7 +28,8 @@ PairRound = tuple[Pair, ...]
 INSIDE, BETWEEN = "inside hosts", "between hosts"
 # Up to this number of hosts, or of ranks per host, all pairs are measured; beyond it, 2 * log2(n) random rounds.
 ALL_PAIRS_UP_TO = 16
-# Shares of the peers' speed. A link at 80 % must be found, and operators act on 10 % (Megatron-LM#4662).
+# Shares of the peers' speed. A link at 80 % of its peers' speed must be found, and operators act on a
+# loss of 10 % (Megatron-LM#4662).
 SUSPECT, NAMED = 0.93, 0.90
 LEVEL = 0.005
 SCREEN_REPS, CONFIRM_REPS = 5, 16

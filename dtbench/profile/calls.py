@@ -79,7 +79,7 @@ class Caller:
         self.warmup = 0 if self.before is not None else min(_WARMUP_CALLS, self.calls)
 
     def time_call(self) -> TimedCall:
-        """Returns the mean over the faster half of some blocks. Of recorded calls, too, the faster half counts."""
+        """Returns the mean over the faster half of several blocks, or of the recorded calls."""
         if self.before is None:
             self._block(self.warmup)
         size = 1 if self.before is not None else max(self.calls // _BLOCKS, 1)

@@ -183,6 +183,6 @@ def test_resume_needs_the_original_command(
     path = made_up.write(tmp_path / "x.jsonl", made_up.run([], argv=argv))
     resuming = ["--resume", "--budget", "9m", "-o", str(path)]
     monkeypatch.setattr("sys.argv", ["dtbench", "run", *resuming])
-    refused = pytest.raises(UsageError, match="give its suites and options beside --resume")
+    refused = pytest.raises(UsageError, match="repeat its suites and options with --resume")
     with nullcontext() if is_complete else refused:
         assert _original_argv(path) == [*argv, *resuming]

@@ -114,7 +114,7 @@ def test_arrivals_of_two_hosts_have_the_error_of_their_clocks() -> None:
     starts = {0: [10**6, 2 * 10**6], 1: [3 * 10**9 + 10**6, 3 * 10**9 + 2_400_000]}
     common = {"counters": {}, "throttled": None, "error_ns": 300.0, "samples": [1e-5, 1e-5]}
     parts: Any = [
-        {**common, "kernel": f"k{rank}", "started": starts[rank], "offset": [-3e9 * rank, 200.0 * rank]}
+        {**common, "boot_id": f"k{rank}", "started": starts[rank], "offset": [-3e9 * rank, 200.0 * rank]}
         for rank in starts
     ]
     combined = combine_ranks(parts)

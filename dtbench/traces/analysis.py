@@ -1,4 +1,4 @@
-"""Analyzes a job: compares its calls with calibrated links and with a base, bounds savings, and finds late ranks."""
+"""Analyzes a job: compares its calls with calibrated links and a base, estimates savings, and finds late ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from statistics import fmean, median
@@ -116,7 +116,7 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
 
 
 def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> Iterator[SavingEstimate]:
-    """Bounds the savings over each mesh dim, on the rank with the most exposed communication.
+    """Computes upper bounds of the savings over each mesh dim, on the rank with the most exposed communication.
 
     These are bounds, since a rank that waits less over one dim may wait more over another. A call saves at most its
     excess over the reference; calls without a reference save nothing.
@@ -188,7 +188,7 @@ def find_late_ranks(job: Job) -> tuple[LateRank, ...]:
 def compare_recordings(bases: Sequence[Job], heads: Sequence[Job]) -> JobAnalysis:
     """Compares recordings of base and head on the ranks that all of them have.
 
-    A number of calls has changed if no recording of the base has the same number as a recording of the head. Each
+    The calls per step of a kind have changed if no recording of base has the same number as any recording of head. Each
     recording is one launch, whatever its number of steps.
 
     Raises:

@@ -1,8 +1,8 @@
 """Reads the trace of one rank: when it computed, copied and communicated, and each of its collectives.
 
 On a GPU, kernels are the work and each collective is a kernel. Its arguments, or those of the call that launched it,
-describe it. Without a GPU, ops of torch are the work, and gloo's transport events are the collectives. Times are
-microseconds since the trace's zero, which is a time within the trace.
+describe it. Without a GPU, ops of torch are the work, and the events of gloo's transfers ("transports" below) are the
+collectives. Times are microseconds since the trace's zero, which is a time within the trace.
 """
 
 import re
@@ -69,7 +69,8 @@ _MAX_CANDIDATE_CALLS = 64  # calls of one kind that are compared with a transpor
 _MAX_NESTING = 64  # enclosing ops that are kept for a call
 _MARK_ROUNDING_US = 1e-3  # an annotation on a stream starts with its kernel, up to this rounding error
 _IMPOSSIBLE, _REPEATED = "with an impossible duration", "that repeat another event"
-_MAX_COMPUTE_SHARE = 0.1  # on a stream for communication: computation relative to communication
+# A stream counts as one for communication if its computation takes at most this share of its communication time.
+_MAX_COMPUTE_SHARE = 0.1
 _MAX_NAMED_KERNELS = 3  # in a note
 
 

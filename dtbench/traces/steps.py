@@ -27,7 +27,7 @@ _OPTIMIZER = "Optimizer.step#"
 # A first step that takes more than OUTLYING times as long as a usual step is warm-up or compilation. Chosen by hand.
 OUTLYING = 2.0
 _MIN_COVERAGE = (
-    0.5  # an annotation is a step if it covers at least this share from its first start to its last end
+    0.5  # an annotation marks steps if it covers this share of the time from its first start to its last end
 )
 
 _Span = tuple[float, float]
@@ -78,8 +78,8 @@ class Steps:
     def contain(self, host_times: Sequence[float]) -> NDArray[np.bool_]:
         """Returns for each time whether it lies in a step.
 
-        If no steps were found, every time counts as inside. If the steps come from repeated collectives, so do times
-        after the last repetition: a step with an unknown end begins there.
+        If no steps were found, every time counts as inside. If the steps come from repeated collectives, times after
+        the last repetition also count as inside: a step with an unknown end begins there.
         """
         is_after = np.array(host_times) >= (self.host_spans[-1][1] if self.host_spans else -np.inf)
         return (self.indices_at(host_times) >= 0) | (is_after & (self.source in ("", _REPETITION)))

@@ -77,7 +77,8 @@ classified: set[Call] = set()  # functions already examined for this
 _MISSING: Any = object()
 _detach = torch.ops.aten.detach.default
 
-on_clear(lambda: plans.clear())  # looked up when called: a StageTimer replaces these dicts
+# The lambdas look up `plans` and `functions` at each call, since a StageTimer replaces these dicts.
+on_clear(lambda: plans.clear())
 on_clear(lambda: functions.clear())
 for _cache in (ops, classified, by_type):
     on_clear(_cache.clear, with_rules=True)

@@ -171,8 +171,8 @@ def gathered(tensor: Wrapper, copied: bool = True) -> torch.Tensor:
     """Returns the global values of `tensor`, outside autograd.
 
     Args:
-        copied: whether the caller may write to the result, so it must not be the stored reduction of a pending sum. For
-            a replicated `tensor` the result is its local tensor itself.
+        copied: whether the caller may write to the result. Then a cached reduction of a Partial
+            (`redistributed_local`) is not used. If `tensor` is replicated, the result may still be its local tensor.
     """
     spec = tensor._spec
     replicated = (REPLICATE,) * spec.info.ndim

@@ -199,7 +199,7 @@ def _error_on_nonempty_ranks(
     inputs: Sequence[Placements],
     outputs: Sequence[Placements],
 ) -> Exception | None:
-    """Returns the error that other ranks' kernels raise whatever the values are, if this rank has an empty shard.
+    """If this rank has an empty shard, returns the error that the kernels of other ranks raise for any values.
 
     None if no shard of this rank is empty, or if no kernel raises. This rank's kernel would not raise, and the rank
     would then wait for the others in the next collective.
@@ -308,7 +308,8 @@ def first_run(
     if all(_shares_memory(stored_local(tensor), stored_local(base)) for tensor in wrapped):
         return plan, result
     copies = [copied_view(cls, stored_local(tensor), tensor._spec, base) for tensor in wrapped]
-    for copy, tensor in zip(copies, wrapped, strict=True):  # a view of the same memory
+    # The copies keep the memory that was recorded for the views.
+    for copy, tensor in zip(copies, wrapped, strict=True):
         copy._memory = tensor._memory
     return plan.as_copied_views(), result.__class__(copies) if several else copies[0]
 

@@ -120,7 +120,7 @@ class OpPlan:
         return Functional(self.info, self.kernel, self.out[index], self.functional)
 
     def as_copied_views(self) -> OpPlan:
-        """Returns this plan of a view op for shards that the local op copies."""
+        """Returns the plan of the same view op for a rank on which the local op returned a copy instead of a view."""
         plan = CopiedViews(self.info, self.kernel, self.out, self.functional)
         plan.placements, plan.offsets = None, getattr(self, "offsets", ())
         return plan

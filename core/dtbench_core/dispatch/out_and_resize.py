@@ -1,4 +1,4 @@
-"""Ops that cannot run on the shards as they are: with `out=`, and in-place ops that change the shape.
+"""Runs `out=` ops for which no plan can be made, and in-place ops that change a tensor's shape.
 
 Both run the functional form of the op and store its result in the caller's tensor. Other in-place ops (`add_`) run on
 the shards like any op (op_plan.py).

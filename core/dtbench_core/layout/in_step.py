@@ -14,8 +14,8 @@ operations.
 Meshes that made their last draw together share a `Lineage`, so that a draw on the larger mesh updates both. A draw on
 the smaller mesh gives that mesh its own `Lineage`.
 
-An older state proves nothing, since a single rank may have restored it. So ranks compare states when activation
-checkpointing repeats draws.
+A state from before the last draw may differ between ranks, since one rank alone may have restored it. So when
+activation checkpointing restores states to repeat draws, the ranks compare them.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ _decided: PerRank[deque[list[str]]] = PerRank("layout.decided", deque)  # keys o
 
 
 def draw_in_step(mesh: MeshInfo, dims: Dims | None, make: Callable[[], T]) -> T:
-    """Returns what `make` draws on every rank of the mesh. Gives generators one state before it, where they must agree.
+    """Returns the result of `make`, which draws on every rank of the mesh.
+
+    Before the draw, gives the ranks along `dims` the same generator state.
 
     Args:
         dims: mesh dims of more than one rank along which all ranks must draw the same values; None for all.
@@ -187,8 +189,9 @@ def _state(mesh: MeshInfo) -> bytes:
 def _synchronize(mesh: MeshInfo, agreement: Agreement, dims: Dims, state: bytes) -> None:
     """Gives the ranks along `dims` one state, if this rank's changed or their states are not recorded as equal."""
     level = agreement.equal_dims if dims <= agreement.equal_dims else agreement.shared_dims
-    # If states agree only along `equal_dims`, ranks outside do not notice that states differ along them. So all ranks
-    # along `equal_dims` must then get one state, not only those along `dims`.
+    # If only `equal_dims` have equal states, ranks at other coordinates of the remaining dims take no part, so their
+    # record of `equal_dims` stays. To keep it true, all ranks along `equal_dims` get one state, not only those along
+    # `dims`.
     shared = dims if level == agreement.shared_dims else level
     answer = _report_change(mesh, agreement, state) if dims <= agreement.equal_dims else "compare"
     if answer == "alone":

@@ -190,7 +190,8 @@ def wrap_shared(cls: type[Wrapped], local: torch.Tensor, spec: DTensorSpec, *, v
     Both share one version counter, so that autograd notices writes to a saved tensor.
 
     Args:
-        view: whether autograd records the result as a view of another wrapper. Tracers can recreate it from that one.
+        view: whether the result is an autograd view of a second wrapper of `local`. A tracer can then recreate the
+            result from that base.
     """
     tensor: Value = make_subclass(cls, local)
     set_data(tensor, wrap(cls, local, spec))
@@ -242,7 +243,7 @@ def share_memory(base: Wrapper, view: Wrapper, offset: int) -> SharedMemory:
 def shares_memory(tensor: Wrapper) -> bool:
     """Whether a tensor that shares the memory of `tensor` may be alive.
 
-    Usually a parameter has none. `_memory` is then cleared so that later calls are fast.
+    If no other tensor refers to the memory, as usual for a parameter, `_memory` is cleared to make later calls fast.
     """
     if tensor._memory is not None:
         if (
@@ -313,8 +314,8 @@ def update_histories(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -
         update_history(written)
 
 
-# The `SharedMemory` objects of copied views that are alive. The storage of the base's local tensor has them as an
-# attribute. Results of graphs share that storage, but have no reference to the base.
+# The living `SharedMemory` objects of copied views. Each is also an attribute of the storage of its base's local
+# tensor. Results of graphs share that storage without referring to the base, so their writes are counted through the storage.
 _counting_memories: set[ReferenceType[SharedMemory]] = set()
 
 
@@ -351,7 +352,7 @@ def store_argument_counters(tensor: Wrapper) -> None:
 
 
 def track_argument_writes(view: Wrapper, source: torch.Tensor) -> None:
-    """Gives a copied view that a graph returned a `SharedMemory` that counts later writes to the argument.
+    """Sets a `SharedMemory` on a copied view that a graph returned. It counts later writes to the graph's argument.
 
     Args:
         source: the local tensor of the argument.

@@ -91,7 +91,7 @@ class DTensor(Wrapper):
     like any tensor, and its gradient is a DTensor.
     """
 
-    # Without __slots__: an asynchronous checkpoint copies the attributes in `__slots__`, so they must be Wrapper's.
+    # Without __slots__, `DTensor.__slots__` is that of Wrapper: an asynchronous checkpoint copies these attributes.
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise ArgumentTypeError(
@@ -277,7 +277,7 @@ class DTensor(Wrapper):
         """Returns a DTensor of which `local_tensor` is this rank's part. Differentiable; nothing is copied.
 
         Args:
-            local_tensor: a tensor, or a `LocalShardsWrapper`, which `to_local` returns.
+            local_tensor: a tensor, or a `LocalShardsWrapper`; then `to_local` returns the `LocalShardsWrapper`.
             placements: one per mesh dim; all Replicate if not given.
             run_check: compare metadata and offsets of shards between all ranks; give replicas the first rank's values.
             shape, stride: those of the global tensor, given together. Without them, all ranks must have the same local

@@ -68,7 +68,7 @@ def _as_result(tensor: Wrapper) -> ReadOnlyReason | None:
     if is_copied(tensor) and tensor._of_backward:  # type: ignore[attr-defined]
         return None
     if of_argument and not is_copied(tensor) and not memory.writes:
-        return None  # a window on the argument's memory
+        return None  # a real view, which shares the argument's memory
     if of_argument and memory.in_history:
         raise ArgumentError(
             "got a compiled function that writes in-place to an argument, recorded by autograd, and returns a view of "
