@@ -315,7 +315,8 @@ def update_histories(pending: list[tuple[Callable[[Wrapper], None], Wrapper]]) -
 
 
 # The living `SharedMemory` objects of copied views. Each is also an attribute of the storage of its base's local
-# tensor. Results of graphs share that storage without referring to the base, so their writes are counted through the storage.
+# tensor. Results of graphs share that storage without referring to the base, so their writes are counted through the
+# storage.
 _counting_memories: set[ReferenceType[SharedMemory]] = set()
 
 
