@@ -1,4 +1,4 @@
-"""What mkdocs asks while it builds the site: indented lines of a command's help stay lines."""
+"""Hook of mkdocs that keeps indented lines of a command's help on separate lines."""
 
 from __future__ import annotations
 

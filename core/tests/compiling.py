@@ -1,4 +1,4 @@
-"""What the tests of compiled programs share."""
+"""Helpers of the tests of compiled programs."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -38,13 +38,13 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def assert_equal(got: Iterable[Any], expected: Iterable[torch.Tensor], where: object = None) -> None:
-    """Of each pair, bit by bit."""
+    """Compares the tensors of each pair bit by bit."""
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(whole(one), other), where
 
 
 def assert_close(pairs_by_rank: Iterable[Pairs], **tolerances: float) -> None:
-    """Of the pairs that every rank gives."""
+    """Compares the tensors of each pair, for the pairs of every rank."""
     for pairs in pairs_by_rank:
         for got, expected in pairs:
             torch.testing.assert_close(got, expected, **tolerances)

@@ -44,7 +44,7 @@ START.set_forkserver_preload(["core.tests.preload"])
 CALL_TIMEOUT_S = 30.0 if BACKEND else 60.0
 # Below the call's timeout, so that a collective without its peers raises where it stands.
 GROUP_TIMEOUT_S = 0.75 * CALL_TIMEOUT_S
-# What the other ranks get to finish in once one rank has failed.
+# Time for the other ranks to finish after one rank has failed.
 GRACE_S = 10.0
 STDERR_TAIL = 4000  # characters of a rank's stderr shown with its failure
 
@@ -78,8 +78,7 @@ def on_ranks_of(fn: Callable[..., None] | None, fixture: str, world_size: int = 
 
     @functools.wraps(fn)
     def test(**parameters: Any) -> None:
-        run = parameters.pop(fixture)
-        run(fn, world_size=world_size, **parameters)
+        parameters.pop(fixture)(fn, world_size=world_size, **parameters)
 
     signature = inspect.signature(fn)
     world = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)

@@ -11,7 +11,7 @@ from typing import Any
 import torch as _torch
 
 DEVICE = os.environ.get("DTBENCH_TEST_DEVICE", "cpu")
-# As meshes have it.
+# The device type of meshes.
 DEVICE_TYPE = DEVICE.partition(":")[0]
 _FACTORIES = (
     *("arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),

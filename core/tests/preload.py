@@ -1,4 +1,4 @@
-"""What the fork server of the tests has imported when it forks ranks and programs: an import takes seconds of a core.
+"""Imports for the fork server of the tests, so that forked ranks and programs need not import torch for seconds.
 
 `gloo_world` and `dtbench.tests.programs` name it to `multiprocessing`, whose server imports it and does nothing else.
 """
@@ -6,7 +6,7 @@
 import gc
 import os
 
-# As the ranks of a run have it; torch reads it when it loads. What is forked off sets its own environment.
+# The same as in ranks of a run. torch reads it while it loads. Forked processes set their own environment.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import hypothesis  # noqa: F401

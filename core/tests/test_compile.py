@@ -143,7 +143,7 @@ def _moved(tensor: Any, placement: Placement) -> Any:
     return tensor.redistribute(placements=[placement]) if isinstance(tensor, DTensor) else tensor
 
 
-# Of a DTensor that from_local made.
+# A DTensor that from_local made.
 INSIDE: dict[str, Callable[[Any], Any]] = {
     "square": lambda d: d * d + 2,
     "layer norm": lambda d: F.layer_norm(d.t(), d.shape[:1]),
@@ -168,7 +168,7 @@ def _input(full: torch.Tensor, placement: Placement) -> tuple[torch.Tensor, Wrap
 
 
 def _inputs(backend: str, names: list[str], leaf: bool, rows: int) -> Pairs:
-    """Of a leaf from_local makes what autograd takes for a view; of others it does not."""
+    """from_local of a leaf returns an autograd view; from_local of another tensor does not."""
     pairs: Pairs = []
     for name in names:
         for placement in (Shard(0), Replicate(), Partial()):

@@ -268,7 +268,7 @@ PROGRAMS: Programs = {
     "products": lambda t: (t @ t.t()).softmax(0) @ t + F.normalize(t, dim=0) * t.sum(0),
     "indices": lambda t: t[[0, 2]] + t.gather(0, t.argsort(0))[:2] + t[[1, 1]],
 }
-# Of 2 x 2 ranks: some without a part, some with less than others, terms of a sum.
+# On 2 x 2 ranks: shards that are empty or uneven, and terms of a sum.
 LAYOUTS: Layouts = [
     ((5, 6), (Shard(0), Shard(0))),
     ((3, 5), (Shard(0), Shard(1))),

@@ -456,8 +456,9 @@ def test_step_costs_the_measured_time_of_its_collective(
     ends = [
         tuple(kind if len(dims[0]) > 2 or name in dims else R for name in ("dp", "tp")) for kind in (src, dst)
     ]
-    info = MeshTopoInfo.from_topology(content, dp_tp())
-    (step,) = ChainSearch((1024, 512), 4, *ends, info, joint=True).cheapest()
+    (step,) = ChainSearch(
+        (1024, 512), 4, *ends, MeshTopoInfo.from_topology(content, dp_tp()), joint=True
+    ).cheapest()
     assert (step.collective, step.nbytes > 0) == (collective, True)
     assert step.us == pytest.approx(read_curve(MEASURED[collective], collective).us(step.nbytes))
 

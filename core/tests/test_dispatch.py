@@ -86,8 +86,7 @@ def test_repeated_call_skips_torch_dispatch(x: DTensor, slow_calls: list[str], n
 
 
 def test_repeated_views_share_the_version_of_their_base(x: DTensor) -> None:
-    views = (x.t, x.detach, lambda: x.view(-1), lambda: x[:, 1:], lambda: torch.transpose(x, 0, 1))
-    for call in views:
+    for call in (x.t, x.detach, lambda: x.view(-1), lambda: x[:, 1:], lambda: torch.transpose(x, 0, 1)):
         _repeat(call)
         before = x._version
         call().add_(1)

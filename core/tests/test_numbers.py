@@ -89,7 +89,7 @@ INTS, FLOATS, HALVES = torch.tensor([3, 2, 1]), torch.tensor([3.0, 2, 1]), torch
 BYTES = INTS.to(torch.int8)
 MATRICES = torch.eye(2).repeat(3, 1, 1)
 SECOND = MATRICES * torch.tensor([0, 1, 0])[:, None, None]
-# Of four ranks that cut three elements one holds none. An accepted number, and one that is refused.
+# With three elements on four ranks, one rank has none. Each case has an accepted number and a refused one.
 REFUSING: dict[str, tuple[torch.Tensor, Callable[[Any, Any], Any], Any, Any]] = {
     "pow": (INTS, lambda x, n: x**n, 2, -1),
     "foreach_pow": (INTS, lambda x, n: torch._foreach_pow([x, x], n)[1], 2, -1),
@@ -211,7 +211,7 @@ def _in_place(op: str) -> Callable[[Place], Any]:
     return lambda put: getattr(put(FULL.clone(), 0), op)(put(ZERO, 0))
 
 
-# What is done to tensors that `put(full, dim)` shards, with dim None replicates.
+# Programs on tensors that `put(full, dim)` shards, or replicates if dim is None.
 REFUSED_VALUES: dict[str, Callable[[Place], Any]] = {
     "//": lambda put: put(FULL, 0) // put(ZERO, 0),
     "%": lambda put: put(FULL, 0) % put(ZERO, 0),

@@ -35,7 +35,7 @@ from dtbench_core.simulate import maybe_run_for_local_tensor
 
 # Fallbacks are right all the same; torch.triangular_solve is deprecated, and has a rule still.
 quiet = pytest.mark.filterwarnings("ignore::dtbench_core.FallbackWarning", "ignore:torch.triangular_solve")
-# Of uneven shards every second op is tried on the other mesh.
+# Every second op is tried with uneven shards on the other mesh.
 MESH_OF = {name: ((4,), (2, 2))[i % 2] for i, name in enumerate(OPS)}
 
 

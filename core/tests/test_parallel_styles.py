@@ -462,7 +462,7 @@ def test_shapes_and_layouts() -> None:
         logits, target, weight = _random(shape, target_shape, classes)
         _compare(logits, target, placements, 8 * 80, weight=weight, label_smoothing=0.1)
     logits, target, weight = _random((6, 8), (6,), 8)
-    # What is no stretch of classes, or no class number, or not sharded by class: right, by torch's own ops.
+    # Shards that are no range of classes, targets without class numbers, other dims: computed by torch's own ops.
     _compare(logits, target, [StridedShard(1, split_factor=2), R], None, weight=weight)
     _compare(logits, logits.softmax(1), [R, S1], None, weight=weight, label_smoothing=0.1)
     _compare(logits, target, [S0, R], None, weight=weight)

@@ -273,8 +273,7 @@ def test_parameter_without_a_saved_state_needs_strict_false() -> None:
     before = {parameter: dict(state) for parameter, state in other.state.items()}
     options = StateDictOptions(full_state_dict=True)
     saved = get_optimizer_state_dict(model, optim, options=options)
-    message = r"Missing optimizer state for parameter 'block\.\S+'.*strict=False"
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=r"Missing optimizer state for parameter 'block\.\S+'.*strict=False"):
         set_optimizer_state_dict(fresh, other, saved, options=options)
     assert before == {parameter: dict(state) for parameter, state in other.state.items()}
     saved = get_optimizer_state_dict(model, optim)

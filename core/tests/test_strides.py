@@ -157,7 +157,7 @@ PROGRAMS: dict[Shapes, dict[str, Callable[..., Any]]] = {
     ((4, 6, 8),): {"encoder layer": _encoder},
     ((4, 4, 6, 6), (2, 4, 3, 3)): {"gradient of convolution": _grad(lambda x, w: F.conv2d(_last(x), w))},
 }
-# Those whose values are not defined.
+# Ops whose values are undefined.
 STRIDES_ONLY = ("preserved likes", "random likes")
 
 

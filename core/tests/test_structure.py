@@ -85,7 +85,7 @@ MODULES: dict[str, tuple[Any, Any]] = {
     "debug": (torch.distributed.tensor.debug, ours),
     "parallel": (torch.distributed.tensor.parallel, dtbench_core.parallel),
 }
-# What the core does not have, and why.
+# Names that the core lacks, with the reason.
 LEFT_OUT = {
     "context_parallel": "attention over a sharded sequence has no place in the core",
     "CommDebugMode": "count_collectives() counts calls and bytes",

@@ -185,7 +185,7 @@ def _full() -> torch.Tensor:
     return torch.arange(30.0).view(5, 6) + 1
 
 
-# What is written and what is read.
+# The written tensor and the tensor that is read.
 WINDOWS: dict[str, Callable[[torch.Tensor], Tensors]] = {
     "expanded": lambda x: (x[:1].expand(5, 6), x),
     "a row further": lambda x: (x[1:], x[:-1]),

@@ -58,7 +58,7 @@ def links(axes: Axes, topology: dict[str, Any]) -> None:
 
 
 def model(axes: Axes, topology: dict[str, Any]) -> None:
-    """How far predicted times are from measured ones, over all collectives and changes of placement of a mesh dim."""
+    """Draws the typical factor between predicted and measured times of each mesh dim."""
     dims = topology["dims"][::-1]
     for shift, color, label, factors in (
         (0.2, "C1", "PyTorch's constants", [dim["builtin"]["geometric_mean_ratio"] for dim in dims]),

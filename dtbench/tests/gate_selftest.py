@@ -1,4 +1,4 @@
-"""How often the gate is wrong on this machine: false alarms, and known slowdowns that it finds.
+"""Measures how often the gate is wrong on this machine: false alarms, and known slowdowns that it finds.
 
 Real launches make a pool: rounds of base, base again (head of an unchanged gate), a third base (its null arm) and an
 arm with real extra work, in random order. Trials then run the gate's own schedule on rounds drawn from

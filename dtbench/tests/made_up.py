@@ -19,7 +19,7 @@ from dtbench.suite import Param
 Cli = Callable[..., tuple[int, str, str]]
 KIB, MIB = 1024, 1024**2
 SIZES = tuple(KIB * 4**k for k in range(8))  # 1 KiB to 16 MiB
-# What the collectives are made of: dim -> (GiB/s, us per hop). Calibration has to find these again.
+# True constants of the collectives: dim -> (GiB/s, us per hop). Calibration has to recover them.
 TRUTH = {"dp": (0.4, 250.0), "tp": (1.6, 90.0)}
 BUSBW_FACTOR = {"all_reduce": lambda n: 2 * (n - 1) / n, "broadcast": lambda n: 1.0}
 

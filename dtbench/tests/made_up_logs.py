@@ -36,7 +36,7 @@ def digits(value: float, width: int) -> str:
 
 @dataclass(frozen=True)
 class LogLayout:
-    """How a table is printed. era: modern (2.13 on) or error (2.0 to 2.12).
+    """The format of a printed table. era: modern (2.13 on) or error (2.0 to 2.12).
 
     tag: what a launcher puts before each line. cut: what is printed between the three parts of a row.
     """

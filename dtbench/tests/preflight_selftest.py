@@ -1,4 +1,4 @@
-"""How often a preflight is wrong: on eight hosts made on this machine, healthy and with one of them slowed.
+"""Measures how often a preflight is wrong on eight simulated hosts, with all healthy and with one slowed.
 
 In each state real ranks gather a pool: every exchange, collective and piece of work that an examination may ask for,
 many times over. Trials then run the examination itself on times drawn from the pool without replacement. The times

@@ -350,7 +350,7 @@ def test_show_takes_targets_as_run_does(dtbench: Cli) -> None:
 
 
 def test_interrupt_within_exec_of_a_string_exits_130(tmp_path: Path) -> None:
-    # As dataclasses do, when Ctrl-C comes while torch is imported.
+    # dataclasses do this if Ctrl-C arrives while torch is imported.
     (tmp_path / "x.py").write_text("from dtbench.suite import suite\nexec('raise KeyboardInterrupt')\n")
     ended = start_fresh(*FRESH, "list", "x.py", cwd=tmp_path)
     assert (ended.returncode, ended.stderr) == (EXIT_INTERRUPTED, "dtbench: interrupted\n")

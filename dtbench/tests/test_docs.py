@@ -72,7 +72,7 @@ def test_the_workflow_gives_options_that_exist_and_parses() -> None:
     )
 
 
-# What differs from machine to machine, and from one run to the next.
+# Parts of the output that differ between machines and runs.
 _VARIES = (
     (r"\s+", " "),
     (r"\d+ without change(, \d+ (slower|faster) \(.*\))*$", "CHANGES"),

@@ -155,7 +155,7 @@ def test_flat_tables_are_extrapolated_with_slopes_of_other_collectives() -> None
     per_byte = 3 / 4 / 20 / 2**30 * 1e6  # as the gather's and half the all-reduce's
     assert at.time_us == pytest.approx(3870 + (208 - 16) * 2**20 * per_byte)
     assert further.time_us == pytest.approx(3870 + (2**30 - 2**24) * per_byte)
-    # As many doublings beyond a table with a slope.
+    # The same number of doublings beyond a table with a slope.
     sloped = estimate_collective(measured, "all_gather", 4, 2**34)
     assert math.log(further.high_us / further.time_us) > 1.5 * math.log(sloped.high_us / sloped.time_us)
     # Inside the table it is what was measured.

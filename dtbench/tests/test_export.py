@@ -47,7 +47,7 @@ S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 # Between 32 MiB at 100 us and 96 MiB at 900 us: 64 MiB is halfway.
 BENT = curve_of((32 * MIB, 96 * MIB), (100.0, 900.0))
 HALFWAY_US = 500.0
-# Of torch's formula, with the constants of `two_dims`: a gather over dp, an all-reduce over tp.
+# torch's formula with the constants of `two_dims`: a gather over dp, an all-reduce over tp.
 DP_GATHER_US = 6.6 + 20 + 0.0625 / 2 / 5 * 1e6
 ALL_REDUCE_US = 6.6 + 14 * 2 + 0.0625 * 14 / 8 / 50 * 1e6
 COST = "_compute_placement_transition_cost"
@@ -357,7 +357,7 @@ def test_export_command_writes_a_module(dtbench: Cli, tmp_path: Path, target: st
 
 
 def test_autoparallel_formula_gives_measured_times() -> None:
-    """Of four ranks on two hosts."""
+    """The formula is compared on four ranks of two hosts."""
     curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
     layout = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
     dim = structs.replace(a_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=layout)
@@ -366,8 +366,9 @@ def test_autoparallel_formula_gives_measured_times() -> None:
     for name, curve in curves.items():
         latency, bandwidth = exported.RUNTIME_TABLES[name][2, 2]
         for row in curve.table:
-            position = math.log2(row.size_bytes / 4 / 64)
-            share = np.interp(position, range(24), exported.RUNTIME_RAMPS[name][2, 2])
+            share = np.interp(
+                math.log2(row.size_bytes / 4 / 64), range(24), exported.RUNTIME_RAMPS[name][2, 2]
+            )
             assert latency + row.size_bytes / (1000 * bandwidth * share) == pytest.approx(
                 row.time_us, rel=0.02
             )
@@ -459,7 +460,7 @@ TIMES = {
     "reduce_scatter": (30.0, 230.0),
     "all_to_all": (12.0, 300.0),
 }
-# Of the message that moves the tensor: a rank's buffer for an all-to-all.
+# Size of the message that moves the tensor: for an all-to-all, the buffer of a rank.
 MESSAGE_BYTES = {collective: SIZE // RANKS if collective == "all_to_all" else SIZE for collective in TIMES}
 CHANGES = [
     (S0, R, "all_gather"),

@@ -1,4 +1,4 @@
-"""How a gate schedules launches of known noise, its statistics against enumeration, and how a launch samples."""
+"""The gate's schedule on launches of known noise, its statistics against enumeration, and sampling in a launch."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ from dtbench.stats import Effect, change_threshold, paired_effect, signed_rank_p
 from dtbench.suite import Case, Workload
 from dtbench.suite.registry import Suite
 
-# Of a launch's minimum, as 80 processes of one build showed: 1.5 to 2.1%.
+# Scatter of a launch's minimum: 1.5 to 2.1% over 80 processes of one build.
 NOISE = 0.018
 TIME_S = 1e-3
 
@@ -188,8 +188,8 @@ def test_single_slow_launches_are_called_gross_no_more_often_than_the_level() ->
     assert 0 < gross <= significance_level(1, LOOKS) * runs  # 3**-5 / 2 of them are expected: 4
 
 
-# Of a launch of unchanged code, over its usual time: collectives scatter by 40 %; one launch in three or ten is slow;
-# tails without a variance, and without a mean of their logarithm.
+# Time of a launch of unchanged code over its usual time: collectives scatter by 40 %; one launch in three or ten is
+# slow; tails without a variance, and without a mean of their logarithm.
 TAILS: dict[str, Callable[[random.Random], float]] = {
     "CV 40 %": lambda r: r.lognormvariate(0, 0.385),
     "bimodal": lambda r: r.lognormvariate(0, NOISE) * (20 if r.random() < 1 / 3 else 1),

@@ -53,8 +53,10 @@ def test_rounds_are_of_disjoint_pairs(n: int) -> None:
 
 
 def test_kinds_of_links_are_not_mixed() -> None:
-    hosts = ("a", "a", "b", "b", "b", "c")
-    assert {kind: set(itertools.chain(*rounds)) for kind, rounds in rounds_of(hosts).items()} == {
+    assert {
+        kind: set(itertools.chain(*rounds))
+        for kind, rounds in rounds_of(("a", "a", "b", "b", "b", "c")).items()
+    } == {
         INSIDE: {(0, 1), (2, 3), (2, 4), (3, 4)},
         BETWEEN: {(0, 2), (1, 3), (0, 5), (2, 5)},
     }

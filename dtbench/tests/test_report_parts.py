@@ -339,8 +339,10 @@ def test_covered_share_is_that_of_the_collectives_time() -> None:
 
 
 def test_stages_add_up_in_the_table(shown: Page) -> None:
-    stages = [shown.row(made_up_findings.LABEL, "core", stage)[3:6] for stage in ("local op", "entry")]
-    assert stages == [["2.50", "0.02", "62"], ["1.50", "0.02", "38"]]
+    assert [shown.row(made_up_findings.LABEL, "core", stage)[3:6] for stage in ("local op", "entry")] == [
+        ["2.50", "0.02", "62"],
+        ["1.50", "0.02", "38"],
+    ]
 
 
 def test_other_suites_show_times_over_launches() -> None:

@@ -320,8 +320,9 @@ def _contrast(first: str, second: str) -> float:
 
 
 def _mixed(colour: str, opacity: float, ground: str) -> str:
-    pairs = zip(to_rgb(colour), to_rgb(ground), strict=True)
-    return to_hex([opacity * c + (1 - opacity) * g for c, g in pairs])
+    return to_hex(
+        [opacity * c + (1 - opacity) * g for c, g in zip(to_rgb(colour), to_rgb(ground), strict=True)]
+    )
 
 
 @pytest.mark.parametrize("index", range(3), ids=["light", "dark", "print"])

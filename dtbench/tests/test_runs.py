@@ -101,7 +101,7 @@ def test_launches_and_resume_after_a_cut(here: Path) -> None:
 
     lines = Path("x.jsonl").read_bytes().splitlines(keepends=True)
     Path("x.jsonl").write_bytes(b"".join(lines[:9]) + lines[9][:40])  # 8 results and a cut one
-    # As an interrupted run says: the file knows the rest, of which a limit of time is no part.
+    # The command that an interrupted run prints: the file has all other options, except the time limit.
     resumed = start("run", "--resume", "-o", "x.jsonl", "--timeout", "50")
     assert (resumed.returncode, resumed.stderr) == (0, "")
     assert "4 results to measure" in resumed.stdout and kinds().count("result") == 12

@@ -110,13 +110,12 @@ def test_bandwidths_have_a_unit_and_times_are_those_of_the_run_and_of_frames(cap
 def test_print_runs_of_one_process_shows_no_ranks_and_no_mesh(capsys: Capture) -> None:
     alone = result("dispatch", "add", "core", 4e-6)
     samples = {str(rank): (1.0, 2.0, 3.0) for rank in range(4)}
-    together = result("collectives", "all_reduce", "c10d", 1.0, rank_samples_s=samples)
     print_runs([run(alone)])
     out = capsys.readouterr().out
     assert re.findall("one process of 4 .the others idle. on node-a|mesh:|layout", out) == [
         "one process of 4 (the others idle) on node-a"
     ]
-    print_runs([run(alone, together)])
+    print_runs([run(alone, result("collectives", "all_reduce", "c10d", 1.0, rank_samples_s=samples))])
     out = capsys.readouterr().out
     assert "ranks:    4 on node-a" in out and "mesh:     dp=2, tp=2" in out
 

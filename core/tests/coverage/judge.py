@@ -44,7 +44,7 @@ LIBRARIES: dict[str, Any] = {"core": core, "torch": torch_tensor}
 # differs: other random numbers than the plain op's; refused: the core's PlacementError; n/a: nothing to compare.
 VERDICTS = ("wrong", "hang", "error", "no rule", "random differs", "refused", "pass")
 
-# What they return is whatever lay in memory: shape and dtype are all there is to compare.
+# Ops that return uninitialized memory: only shape and dtype can be compared.
 _UNINITIALISED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 # The database lists them for the CPU; their kernels are compiled for a GPU when they are called.
 _NEED_A_GPU = "jiterator_"
@@ -346,7 +346,7 @@ def _judge_case(world: ThreadWorld, impl: str, *case: Any) -> tuple[str, str]:
     """Returns (verdict, reason). `case`: the arguments of `_on_rank`."""
     outcomes = world.outcomes(_on_rank, impl, *case)
     if (apart := diverged(outcomes)) is not None:
-        # What the libraries keep per rank and mesh may have gone apart too: start afresh.
+        # The libraries' state per rank and mesh may differ between ranks now, so start with new ranks.
         world.close()
         core.clear_caches()
         # A rank that sees a difference leaves at once, and the others wait for it: that is no hang.

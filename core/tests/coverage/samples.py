@@ -32,7 +32,7 @@ _EVEN_SIZES, _UNEVEN_SIZES = (24, 12, 4, 2), (22, 10, 5, 3)
 # Their samples hold lengths that fit the database's own sizes alone; with others the plain op reads beyond its input.
 _OWN_SIZES = (20, 10, 5, 3)
 _NEED_OWN_SIZES = frozenset({"_segment_reduce.lengths", "_segment_reduce.offsets"})
-# Of a sample generator that has hundreds, the first so many are looked at and spread over.
+# Number of samples that are considered if a generator yields hundreds.
 _SAMPLES_LOOKED_AT = 120
 
 
@@ -123,7 +123,7 @@ def stepped(full: torch.Tensor) -> torch.Tensor:
     return full.repeat_interleave(2, -1)[..., ::2] if full.ndim else full.clone()
 
 
-# How the inputs of these modes lie in memory.
+# Memory layouts of the inputs in these modes.
 _LAID_OUT = {"strided": transposed, "from_local": stepped}
 
 

@@ -41,7 +41,7 @@ def _linear(a: Any, b: Any) -> Any:
 
 
 def _written(a: Any, b: Any) -> Any:
-    """What is overwritten need not be read."""
+    """Calls ops that overwrite their input without reading it."""
     outs = [torch.floor_divide(a.exp(), b.exp()), aten.copy(a, b)]
     outs += [aten.fill.Scalar(a, 2), aten.fill.Tensor(a, b.sum())]
     return total(
@@ -94,7 +94,7 @@ def _overloads() -> dict[str, OpOverload]:
 
 
 def _arguments(op: OpOverload, tensors: list[Any], like: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What the schema asks for: lists are the tensors, turned by one for each further list."""
+    """Returns arguments for a schema. A list has all tensors, rotated by one for each further list."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     lists = 0
@@ -129,7 +129,7 @@ def _every_overload(a: Any, b: Any) -> Any:
 
 
 def _foreach_linear(a: Any, b: Any) -> Any:
-    """What pending sums pass through."""
+    """Calls ops that keep pending sums."""
     outs = [
         *torch._foreach_add([a, b], [b, a], alpha=2),
         *torch._foreach_mul([a, b], 3.0),

@@ -36,7 +36,7 @@ PAIR = "pair"  # the step that finds out whether two ranks can share the card
 BUNDLE_BYTES = 16 * 2**20  # more is too large to be sent around
 GRACE_S = 8.0  # from a step's limit to its kill: a run closes its file
 _CELL = str.maketrans({"|": "\\|", "<": "&lt;"})  # of a table
-# How a line of a log begins that says why a step failed.
+# Beginnings of log lines that contain the reason why a step failed.
 _ERROR = re.compile(r"^(E  |FAILED|ERROR|[\w.]*(Error|Exception)\b|dtbench: |\S+: \d+ ok, ).*", re.MULTILINE)
 
 
@@ -162,7 +162,7 @@ class Check:
     def _step(self, step: Step) -> tuple[str, str]:
         """Runs a step. Returns its outcome and the reason."""
         *words, output = self._words(step)
-        # What an earlier step did not leave cannot be read.
+        # A file that an earlier step did not write cannot be read.
         words = [word for word in words if not word.endswith(".jsonl") or Path(word).exists()]
         resume = ["--resume"] if step.resume and Path(output).exists() else []
         if not resume:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 NAME = "no GPU (rehearsal)"
-# Of a process that rehearses; cpu:0 is the CPU by another name.
+# The device of a rehearsal; cpu:0 is the CPU under another name.
 ENVIRON = {"DTBENCH_REHEARSAL": __file__, "DTBENCH_TEST_DEVICE": "cpu:0"}
 
 

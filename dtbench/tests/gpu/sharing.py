@@ -1,4 +1,4 @@
-"""How two ranks share one GPU: the NCCL that permits it, and the variables that processes of such ranks are given.
+"""Lets two ranks share one GPU: the library of NCCL that permits it, and the environment variables of such ranks.
 
 NCCL from 2.30 lets ranks share a GPU if `NCCL_MULTI_RANK_GPU_ENABLE` is set, which its documentation calls
 experimental: ranks may lock up. torch may have been built with an older one, so a library is preloaded in its place:

@@ -27,7 +27,7 @@ PAIR_TESTS = {
 TESTS = ("comm_tensor", "bucketer", "dispatch", "comm", "redistribute")
 # Plugins of other packages are not loaded (the check's environment says so); failures beyond these repeat the first.
 PYTEST = "-m pytest -v -p pytest_benchmark.plugin -p no:cacheprovider -W default --maxfail=20 -rs"
-# Of a suite's limit: to its first sample (torch, CUDA's context, ranks), and from its last to its end.
+# Parts of a suite's time limit: until its first sample (torch, CUDA's context, ranks), and after its last sample.
 TO_START_S = 15
 # The dispatch suite's `pass` of a forward call whose inputs require gradients.
 FORWARD_WITH_GRAD = "forward+requires_grad"
