@@ -135,9 +135,8 @@ def _add_run_options(command: Callable[..., object]) -> Callable[..., object]:
     return command
 
 
-@click.command(
-    "run", cls=_Run, context_settings={"ignore_unknown_options": True}
-)  # suites declare further ones
+# Suites declare further options.
+@click.command("run", cls=_Run, context_settings={"ignore_unknown_options": True})
 @_add_run_options
 @click.pass_context
 def run_command(context: click.Context, /, words: _Words, **values: options.OptionValue) -> int:

@@ -173,10 +173,11 @@ def diagnose(states: Mapping[int, RankState], hosts: Sequence[str], limit: str) 
         first = min(raised, key=lambda rank: (states[rank].failed_at, rank))
         waiting = " while the other ranks waited for it" if len(raised) < len(hosts) else ""
         return Diagnosis(f"{named([first])} raised {states[first].failure}{waiting}", first)
+    # All ranks answered, so a signal ended them.
     if {state.cause for state in states.values()} & {
         "interrupted",
         "died",
-    }:  # a signal, and all ranks answered
+    }:
         return INTERRUPTED
     if late := _late_ranks(states):
         location = f" (at {states[late[0]].location})" if states[late[0]].location else ""
@@ -427,8 +428,8 @@ class FailureDetector:
                 else Diagnosis(f"rank {server} on {self._hosts[server]} died or did not answer", server)
             )
             is_first_on_host = self._rank == self._hosts.index(self._hosts[self._rank])
-            succeeds_server = server == 0 and self._rank == 1
-            self._end(diagnosis, reports=is_first_on_host or succeeds_server)
+            replaces_rank_0 = server == 0 and self._rank == 1
+            self._end(diagnosis, reports=is_first_on_host or replaces_rank_0)
         self._end(diagnose(states, self._hosts, self._limit), reports=self._rank == min(states))
 
     def _end(self, diagnosis: Diagnosis, *, reports: bool) -> NoReturn:

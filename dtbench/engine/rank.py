@@ -145,12 +145,12 @@ class LaunchedRank:
         return self._detector.joined
 
     def join(
-        self, device_type: str, transport: str | None = None, agreement: Mapping[str, str] | None = None
+        self, device_type: str, backend: str | None = None, agreement: Mapping[str, str] | None = None
     ) -> None:
         """Waits for the other ranks.
 
         Args:
-            transport: backend of the process group that will be started, also recorded in `rank_facts`.
+            backend: backend of the process group that will be started, also recorded in `rank_facts`.
             agreement: values that must be the same on all ranks, by the names that users know.
 
         Raises:
@@ -160,7 +160,7 @@ class LaunchedRank:
         from dtbench.machine.provenance import installed, local_rank_info
 
         self._joining = True
-        self._backend = transport or choose_backend(device_type)
+        self._backend = backend or choose_backend(device_type)
         env, limit_s = self.env, join_timeout_s()
         try:
             self.device = select_device(device_type, env.local_rank)
@@ -177,7 +177,7 @@ class LaunchedRank:
             )
             ranks = StoreRanks(self.store, env.rank, env.world_size, self._detector.report_failure)
             vote = {
-                "info": local_rank_info(str(self.device), transport)
+                "info": local_rank_info(str(self.device), backend)
                 | {"rank": env.rank, "local_rank": env.local_rank},
                 "agreement": {
                     "dtbench": __version__,

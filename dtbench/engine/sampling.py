@@ -489,7 +489,7 @@ def measure_tasks(
     timeout_s: float,
     active_case: ActiveCase,
     record: Callable[[Result], object] | None,
-    at_work: Callable[[], AbstractContextManager[object]] = nullcontext,
+    around_case: Callable[[], AbstractContextManager[object]] = nullcontext,
     deadlines: Deadlines | None = None,
 ) -> None:
     """Measures the tasks, all ranks together.
@@ -501,13 +501,13 @@ def measure_tasks(
         timeout_s: limit of a case, seconds.
         active_case: describes what is measured, for the diagnosis of a failure.
         record: called with each result as it comes; None on all ranks except rank 0, which alone gets complete results.
-        at_work: a context entered around each case.
+        around_case: returns the context to enter around each case.
         deadlines: skips tasks for which no time is left; None measures all.
     """
 
     def measure_once(task: Task) -> _Outcomes:
         active_case.begin(task.suite.name, task.case.name, task.case.params, task.impls)
-        with at_work():
+        with around_case():
             outcomes = Adaptive(task.case, task.impls, ranks, instruments, active_case, timeout_s).run(world)
         active_case.end()
         return outcomes

@@ -65,8 +65,8 @@ class Session:
             selection = select(request, rank.env.world_size)
             options = selection.options
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
-            transport = choose_backend(options.device_type, request.backend) if communicates else None
-            rank.join(options.device_type, transport, agreement_of(selection) | {"launch": str(spec.launch)})
+            backend = choose_backend(options.device_type, request.backend) if communicates else None
+            rank.join(options.device_type, backend, agreement_of(selection) | {"launch": str(spec.launch)})
             # Under another launcher, each rank has named the file by its own time. All use the name of rank 0.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
             if rank.env.rank == 0:
@@ -85,7 +85,7 @@ class Session:
                 timeout_s=request.timeout_s,
                 active_case=rank.active_case,
                 record=None if self._recorder is None else self._recorder.record,
-                at_work=self._at_work,
+                around_case=self._around_case,
                 deadlines=deadlines,
             )
             if simulated and rank.env.rank == 0:
@@ -131,7 +131,7 @@ class Session:
         ]
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _around_case(self) -> Iterator[None]:
         """Reports the case to our launcher, and ends all ranks if it takes longer than --timeout."""
         if self._recorder is not None:
             self._rank.report(case=self._rank.active_case, ok_results=self._recorder.ok_results)

@@ -170,9 +170,8 @@ def refinement_tasks(
         swept = [r for r in first if key_of(r) in listed]
         added = [r for r in first if key_of(r) not in listed]
         try:
-            requested = [
-                (r.name, r.params) for r in added
-            ]  # a run may have ended between two impls of a case
+            # A run may have ended between two impls of a case.
+            requested = [(r.name, r.params) for r in added]
             if launch == 0:
                 requested += suite.refinement.wanted(options, swept, added)
             cases = [suite.refinement.case(options, name, params) for name, params in requested]

@@ -23,12 +23,13 @@ from dtbench.importers.model import (
 from dtbench.suite.mesh import MAX_RANKS
 from dtbench_core.cost.ring import busbw_factor
 
+# nccl-tests prints a reduction for sendrecv, too.
 _REDUCING = (
     "all_reduce",
     "reduce_scatter",
     "reduce",
     "sendrecv",
-)  # nccl-tests prints a reduction for sendrecv, too
+)
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # nccl-tests 2.0 to 2.12 print the largest deviation. Source of the limits: their src/common.cu.
 _ALLOWED_DEVIATION = {"float16": 1e-2, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-12}

@@ -75,19 +75,19 @@ class RankRecording(CollectiveSchedule):
         self._on_gpu = choose_device(options.device) == "cuda"
 
     def warm_up(self) -> None:
-        self._agree_on_verdicts()
+        self._agree_on_failures()
         self._impl.attempt(lambda: self._impl.call(WARMUP_CALLS))
 
     def sample(self) -> None:
-        self._agree_on_verdicts()
+        self._agree_on_failures()
         count = self.vote(self._impl.attempt(self._iteration_s), self._decide_iterations)
         self._impl.attempt(lambda: self._record(count))
-        self._agree_on_verdicts()
+        self._agree_on_failures()
 
-    def _agree_on_verdicts(self) -> None:
+    def _agree_on_failures(self) -> None:
         self.vote(None, lambda _votes: None)
 
-    finish = _agree_on_verdicts
+    finish = _agree_on_failures
 
     def _decide_iterations(self, votes: list[float | None]) -> int:
         slowest_s = max(iteration_s for iteration_s in votes if iteration_s is not None)

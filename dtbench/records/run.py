@@ -187,9 +187,8 @@ class RunWriter:
         assert self._fd is not None
         data = self.path.read_bytes()
         self._length = data.rfind(b"\n") + 1
-        if self._length < len(data) and not _is_incomplete(
-            data[self._length :]
-        ):  # only its newline is missing
+        # Only the newline of the last line is missing.
+        if self._length < len(data) and not _is_incomplete(data[self._length :]):
             self._length = len(data)
             self._write(b"\n")
         os.ftruncate(self._fd, self._length)

@@ -116,9 +116,8 @@ def _enter(argv: Sequence[str], env: dict[str, str], files: list[str], cwd: str)
     os.environ.clear()
     os.environ.update(env)
     tempfile.tempdir = None  # of the server's environment
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # ignored in what a shell starts in the background
+    # SIGINT is ignored in programs that a shell starts in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 

@@ -82,10 +82,11 @@ def test_each_kind_of_call_has_its_own_mean() -> None:
         "single ops on tensors that require gradients",
         "single ops with their backward",
     ]
+    # There is no mean of fewer than five cases.
     assert lines[4] == (
         "dispatch: first calls: 3 results, fastest relu mesh=8 pass=forward call=first placements=S(0) local at "
         "1.00 ms, slowest relu mesh=8 pass=forward call=first placements=S(0) torch at 9.00 ms"
-    )  # of fewer than five cases there is no mean
+    )
 
 
 def test_slow_floor_is_reported_as_no_floor() -> None:

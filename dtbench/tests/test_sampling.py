@@ -167,10 +167,8 @@ def test_impls_take_turns_and_each_round_starts_with_another() -> None:
     ("call_s", "calls"),
     [
         (lambda i: 0.001, 1 + 4 + 4 + 1),  # first call, two blocks that agree, the sample
-        (
-            lambda i: 0.001 * max(0.5 ** (i // 4), 1 / 8),
-            1 + 4 * 4 + 1,
-        ),  # fastest of the blocks: 1/2, 1/4, 1/8, 1/8
+        # The fastest times of the blocks are 1/2, 1/4, 1/8 and 1/8 ms.
+        (lambda i: 0.001 * max(0.5 ** (i // 4), 1 / 8), 1 + 4 * 4 + 1),
         (lambda i: 1.0 / (i + 1), 1 + 4 + 1),  # the seconds for warming up are spent
     ],
 )
@@ -290,15 +288,12 @@ def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> No
         timeout_s=60.0,
         active_case=active_case,
         record=results.append,
-        at_work=lambda: nullcontext(order.append(active_case.name)),
+        around_case=lambda: nullcontext(order.append(active_case.name)),
     )
     assert order == ["steady", "bad"] * 3 + ["once"]
     assert [result.status for result in results] == ["ok", "skipped", "ok"]
-    assert Counter(round(s * 1e3) for s in results[0].samples_s) == {
-        1: 100,
-        2: 50,
-        3: 33,
-    }  # 0.1 s of each pass
+    # 0.1 s of each pass.
+    assert Counter(round(s * 1e3) for s in results[0].samples_s) == {1: 100, 2: 50, 3: 33}
     assert results[0].time_s is not None and results[0].time_s.min == pytest.approx(1e-3)
 
 

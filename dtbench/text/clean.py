@@ -46,9 +46,8 @@ def clean_output() -> Iterator[None]:
     streams = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     clean_streams: dict[str, CleanStream] = {}
     for name, stream in streams.items():
-        with contextlib.suppress(
-            AttributeError, ValueError, OSError
-        ):  # a stream without a byte buffer stays as it is
+        # A stream without a byte buffer stays as it is.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
             clean_streams[name] = CleanStream(stream)
             setattr(sys, name, clean_streams[name])

@@ -57,9 +57,8 @@ def format_size(size_bytes: int | None) -> str:
         return "-"
     for name, scale in reversed(_SIZES):
         if size_bytes >= scale and size_bytes * 4 % scale == 0:
-            count, quarters = divmod(
-                size_bytes * 4 // scale, 4
-            )  # integers, since a float would round huge sizes
+            # Integers, since a float would round huge sizes.
+            count, quarters = divmod(size_bytes * 4 // scale, 4)
             return f"{count}{('', '.25', '.5', '.75')[quarters]} {name}"
     return f"{size_bytes} B"
 

@@ -110,9 +110,8 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
         if all(list(s.order) == sorted(s.order) for s in specs):
             return [None] * len(metas)
         return [next((s.order for s in specs if meta and s.shape == meta.shape), None) for meta in metas]
-    twins = [
-        contiguous_stride(s.shape, reversed(s.order)) for s in specs
-    ]  # strides of dense tensors in these orders
+    # Strides of dense tensors in these orders.
+    twins = [contiguous_stride(s.shape, reversed(s.order)) for s in specs]
     if not reshapes and twins == [s.stride for s in specs]:
         return [meta and tuple(memory_order(meta.shape, meta.stride)) for meta in metas]
     strides = iter(twins)

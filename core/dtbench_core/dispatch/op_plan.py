@@ -204,12 +204,12 @@ class View(OpPlan):
             call = _counted(self, call, args[:1], view=True)
         result, base = call(*locals_, **kwargs) if kwargs else call(*locals_), args[0]
         if is_inference_mode_enabled():
-            return self._as_base_is(cls, result, base)
+            return self._wrap_like_base(cls, result, base)
         wrapped = wrap(cls, result, self.out)
         share_memory(base, wrapped, self.offsets[0])
         return wrapped
 
-    def _as_base_is(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
+    def _wrap_like_base(self, cls: type[Wrapper], result: Value, base: Any) -> Value:
         """Wraps the result as an inference tensor only if `base` is one: a view shares its base's version counter."""
         with DisableTorchFunction():
             inference = base.is_inference()
@@ -232,7 +232,7 @@ class Views(View):
             call = _counted(self, call, args[:1], view=True)
         result = call(*locals_, **kwargs) if kwargs else call(*locals_)
         if is_inference_mode_enabled():
-            return self._as_base_is(cls, result, args[0])
+            return self._wrap_like_base(cls, result, args[0])
         return self._wrapped(cls, result, args[0])
 
     def _wrapped(self, cls: type[Wrapper], result: Value, base: Value) -> Value:
@@ -274,7 +274,7 @@ class CopiedViews(Views):
 _OVERLAP = "some elements of the input tensor and the written-to tensor refer to a single memory location"
 
 
-def _call_apart(
+def _retry_without_overlap(
     error: RuntimeError, call: Call, locals_: Args, kwargs: Kwargs, written: Sequence[int]
 ) -> None:
     """Repeats a call that raised because of overlap, with copies of the tensors that it does not write to.
@@ -315,7 +315,7 @@ class InPlace(OpPlan):
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
-            _call_apart(error, call, locals_, kwargs, (self.returned,))
+            _retry_without_overlap(error, call, locals_, kwargs, (self.returned,))
         if shared:
             count_write(written)
         if self.counts:
@@ -379,7 +379,9 @@ class InPlaceLists(OpPlan):
         try:
             call(*locals_, **kwargs)
         except RuntimeError as error:
-            _call_apart(error, call, locals_, kwargs, [position for position, _ in self.info.mutated])
+            _retry_without_overlap(
+                error, call, locals_, kwargs, [position for position, _ in self.info.mutated]
+            )
         for written in lists:
             increment_version(written)
         for tensor in views:

@@ -44,7 +44,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
         store_argument_counters(tensor)
     if is_functional(local):
         refresh_stale(tensor)
-        reason = tensor._read_only_reason = _as_result(tensor)
+        reason = tensor._read_only_reason = _reason_of_result(tensor)
     elif is_copied(tensor) and (reason is None or local.__class__ is torch.Tensor):
         reason = "argument"
     return ["_local_tensor"] if tensor._source is None else ["_local_tensor", "_source"], (
@@ -54,7 +54,7 @@ def flatten(tensor: Wrapper) -> tuple[list[str], Described]:
     )
 
 
-def _as_result(tensor: Wrapper) -> ReadOnlyReason | None:
+def _reason_of_result(tensor: Wrapper) -> ReadOnlyReason | None:
     """Returns why later writes to this result of the traced graph must raise; None if they need not.
 
     Raises:

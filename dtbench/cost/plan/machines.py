@@ -279,9 +279,8 @@ class NodeLinks:
     def send(self, size_bytes: float, tp: int, inner: int) -> float:
         """Predicts sending activations to the next pipeline stage. `tp` ranks have copies of them."""
         network, per_node = self.machine.network, self.machine.gpus_per_node
-        if (
-            inner < per_node
-        ):  # within a node, like half an all-reduce of two ranks, which sends each byte once
+        # Within a node, this is half an all-reduce of two ranks, which sends each byte once.
+        if inner < per_node:
             return self.in_node("all_reduce", size_bytes, 2) / 2
         # Each of the tp ranks sends its share, and all pipelines of the node send at the same time.
         return size_bytes * per_node / min(tp, per_node) / (network.GBps * 1e9) + network.latency_us * 1e-6

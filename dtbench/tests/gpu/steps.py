@@ -140,9 +140,8 @@ def steps_of(rehearse: bool) -> list[Step]:
         # 1: it found the extra work of head, by time alone; 3: too few launches, in a rehearsal.
         Step("gate", 45, 60, gate, good=(0, 1, 3) if rehearse else (1,)),
         # ---- `REPEATED` ----
-        Step(
-            "profile-gloo", 20, 50, f"{profile} {gloo} -o {{out}}/profile-gloo"
-        ),  # if two NCCL ranks do not work
+        # Used if two NCCL ranks do not work.
+        Step("profile-gloo", 20, 50, f"{profile} {gloo} -o {{out}}/profile-gloo"),
         # 3: goals are missed; 2: the budget of a rehearsal holds too few launches for a verdict.
         Step(
             "gate-selftest",
