@@ -258,12 +258,16 @@ class FromRun(Struct, frozen=True, kw_only=True):
 
     Attributes:
         hosts: number of hosts; 0 if the run does not record them.
+        gpu: distinct names of the GPUs on the first host, joined by ", "; "" if the run does not record them.
+        driver: version of the GPU driver; None if the run does not record it.
     """
 
     run_id: str
     path: str = ""
     versions: dict[str, str | None] = {}
     hosts: Count = 0
+    gpu: str = ""
+    driver: str | None = None
 
 
 class LeftOut(Struct, frozen=True, kw_only=True):

@@ -209,6 +209,13 @@ def test_differing_versions_and_incomplete_runs_are_warned_about() -> None:
     assert "versions of torch: 2.11.0, 2.13.0+cpu" in warnings and "incomplete run" in warnings
 
 
+def test_topology_records_gpus_driver_and_hosts_of_its_runs() -> None:
+    gpus = [{"name": "NVIDIA H100"}, {"name": "NVIDIA H100"}, {"name": "NVIDIA A100"}, {"name": None}]
+    measured = run_of(made_up.collectives(), machine={"gpus": gpus, "driver": "570.1"})
+    (source,) = calibrate([measured]).runs
+    assert (source.gpu, source.driver, source.hosts) == ("NVIDIA H100, NVIDIA A100", "570.1", 2)
+
+
 def test_print_topology_shows_constants_and_errors_per_dim(
     topology: CalibratedTopology, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -83,6 +83,8 @@ def source_of(run: Run) -> FromRun:
         path=run.path.name,
         versions=dict(run.header.versions),
         hosts=len({host for host in hosts_of(run.header) if host is not None}),
+        gpu=", ".join(dict.fromkeys(gpu.name for gpu in run.header.machine.gpus if gpu.name)),
+        driver=run.header.machine.driver,
     )
 
 
