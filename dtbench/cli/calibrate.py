@@ -1,11 +1,13 @@
 """`dtbench calibrate` and `export` on the command line, which fit, score and export topologies."""
 
 from pathlib import Path
-from typing import cast
 
 import click
 
 from dtbench.cli import options
+from dtbench.cost.export.targets import DEFAULT_DTYPES, TARGETS
+from dtbench.engine.options import DTYPES, parse_dtypes
+from dtbench.suite.mesh import Mesh, parse_mesh
 
 
 @click.command("calibrate")
@@ -106,28 +108,48 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     "--to",
     "target",
     required=True,
-    type=click.Choice(["torch", "inductor", "autoparallel"]),
-    help="The program that imports the module.",
+    type=click.Choice([*TARGETS]),
+    help="The program that reads the export.",
 )
-@click.option("-o", "--output", required=True, type=options.FILE, help="The Python module to write.")
-def export_command(topology: Path, target: str, output: Path) -> None:
-    """Writes a topology as a Python module for torch itself.
-
-    The module installs its constants in one of these cost models:
+@click.option(
+    "--mesh",
+    metavar="DIMS",
+    type=parse_mesh,
+    default=None,
+    show_default="the topology's",
+    help="The mesh of the job, outermost dim first: pp=2,dp=4,tp=8.",
+)
+@click.option(
+    "--dtype",
+    "dtypes",
+    metavar="LIST",
+    type=parse_dtypes,
+    default=",".join(DEFAULT_DTYPES),
+    help=f"Dtypes of the job's tensors: {', '.join(DTYPES)}.",
+)
+@click.option("-o", "--output", required=True, type=options.FILE, help="The file or folder to write.")
+def export_command(
+    topology: Path, target: str, mesh: Mesh | None, dtypes: tuple[str, ...], output: Path
+) -> None:
+    """Writes a topology in the form that another program reads.
 
     \b
-    --to torch         torch.distributed.tensor, which chooses redistributions
-    --to inductor      the scheduler of torch.compile, which overlaps collectives
-    --to autoparallel  its runtimes per collective, nodes and ranks per node
+    --to torch             torch.distributed.tensor, which chooses redistributions
+    --to inductor          the scheduler of torch.compile, which overlaps collectives
+    --to inductor-profile  the profile-guided estimates of torch.compile
+    --to autoparallel      the NCCL cost model of meta-pytorch/autoparallel
 
-    The module imports only torch. Its first lines describe how to use it.
+    --mesh and --dtype are for inductor-profile: the trace lists every process group of the mesh, with each dtype.
 
     \b
-    Example:
+    Examples:
       dtbench export topology.json --to torch -o mine.py
+      dtbench export topology.json --to inductor-profile --mesh dp=16,tp=8 -o profile.json
     """
-    from dtbench.cost.export.module import Target, export
+    from dtbench.cost.export.targets import ExportRequest, export
     from dtbench.records.topology import read_topology
 
-    export(read_topology(topology), cast(Target, target), output)
-    click.echo(f"wrote the module to {output}; its first lines describe how to use it")
+    request = ExportRequest(read_topology(topology), output, mesh or (), dtypes)
+    for note in export(request, target):
+        click.echo(note, err=True)
+    click.echo(f"wrote the {TARGETS[target].form} to {output}, for {TARGETS[target].taker}")

@@ -9,6 +9,7 @@ import ast
 import importlib.util
 import math
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,14 +28,15 @@ from torch.distributed.tensor._ops import single_dim_strategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtbench.cost.estimate import times_of
-from dtbench.cost.export.module import export, literal, render
+from dtbench.cost.export.module import literal
+from dtbench.cost.export.targets import TARGETS, ExportRequest, export, render
 from dtbench.cost.plan.machines import TopologyLinks
 from dtbench.errors import EXIT_OK, OutputError, UsageError
-from dtbench.records.topology import CalibratedTopology, FromRun, HostLayout, read_topology, write_topology
+from dtbench.records.topology import CalibratedTopology, FromRun, read_topology, write_topology
 from dtbench.tests import made_up
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_logs import table
-from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology, curve_of, ring_curve, ring_dim
+from dtbench.tests.made_up_topology import a_curve, a_dim, a_topology, curve_of
 from dtbench_core.cost.redistribution import ChainSearch
 from dtbench_core.cost.topology import Topology
 from dtbench_core.layout import placement as core
@@ -65,11 +66,17 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
 
 
-def module_of(topology: CalibratedTopology, target: Any = "torch", name: str = "exported") -> ModuleType:
+def source_of(topology: CalibratedTopology, target: str, name: str = "exported") -> str:
+    content = render(ExportRequest(topology, Path(f"{name}.py")), target).content
+    assert isinstance(content, str)
+    return content
+
+
+def module_of(topology: CalibratedTopology, target: str = "torch", name: str = "exported") -> ModuleType:
     spec = importlib.util.spec_from_loader(name, loader=None)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    exec(compile(render(topology, target, name), f"{name}.py", "exec", dont_inherit=True), module.__dict__)
+    exec(compile(source_of(topology, target, name), f"{name}.py", "exec", dont_inherit=True), module.__dict__)
     return module
 
 
@@ -356,44 +363,21 @@ def test_export_command_writes_a_module(dtbench: Cli, tmp_path: Path, target: st
     assert not [node for node in imports if "dtbench" in ast.unparse(node)]
 
 
-def test_autoparallel_formula_gives_measured_times() -> None:
-    """The formula is compared on four ranks of two hosts."""
-    curves = {name: ring_curve(name, 4, 20.0, 5.0) for name in ("all_gather", "all_reduce")}
-    layout = HostLayout(hosts_per_group=(2, 2), ranks_per_host=(2, 2))
-    dim = structs.replace(a_dim("dp", 4, 20.0, 5.0, collectives=curves), layout=layout)
-    exported = module_of(a_topology(dim), "autoparallel")
-    assert exported.RUNTIME_TABLES.keys() == exported.RUNTIME_RAMPS.keys() == curves.keys()
-    for name, curve in curves.items():
-        latency, bandwidth = exported.RUNTIME_TABLES[name][2, 2]
-        for row in curve.table:
-            share = np.interp(
-                math.log2(row.size_bytes / 4 / 64), range(24), exported.RUNTIME_RAMPS[name][2, 2]
-            )
-            assert latency + row.size_bytes / (1000 * bandwidth * share) == pytest.approx(
-                row.time_us, rel=0.02
-            )
-
-
 @pytest.mark.parametrize(
     ("topology", "target", "says"),
     [
         (a_topology(a_dim("tp", 8, 1.0, 1.0), base_latency_us=3.0), "torch", "base latency of 3 us"),
-        (a_topology(), "torch", "no mesh dim"),
-        (
-            a_topology(
-                structs.replace(
-                    ring_dim("dp", 4, 20.0, 5.0, "all_reduce"),
-                    layout=HostLayout(hosts_per_group=(1, 2), ranks_per_host=(2, 4)),
-                )
-            ),
-            "autoparallel",
-            "the same number of hosts and of ranks per host",
-        ),
+        *((a_topology(), target, "no mesh dim") for target in TARGETS),
     ],
 )
-def test_unsupported_topologies_are_refused(topology: CalibratedTopology, target: Any, says: str) -> None:
+def test_unsupported_topologies_are_refused(topology: CalibratedTopology, target: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        render(topology, target)
+        source_of(topology, target)
+
+
+def test_help_names_every_target(dtbench: Cli) -> None:
+    _, out, _ = dtbench("export", "--help")
+    assert re.findall(r"^ +--to ([a-z]\S*)", out, re.MULTILINE) == [*TARGETS]
 
 
 @pytest.mark.parametrize(
@@ -402,6 +386,8 @@ def test_unsupported_topologies_are_refused(topology: CalibratedTopology, target
         ("none.json --to torch -o mine.py", "cannot read"),
         ("t.json --to jax -o mine.py", "--to"),
         ("t.json --to torch -o none/mine.py", "cannot write none"),
+        ("t.json --to torch --mesh dp=2,tp=8 -o mine.py", "--mesh is for inductor-profile"),
+        ("t.json --to torch --dtype float16 -o mine.py", "--dtype is for inductor-profile"),
     ],
 )
 def test_export_errors_have_one_line(dtbench: Cli, tmp_path: Path, words: str, says: str) -> None:
@@ -421,7 +407,7 @@ def names_in(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("target", ["torch", "inductor"])
-def test_names_are_escaped_as_literals(target: Any) -> None:
+def test_names_are_escaped_as_literals(target: str) -> None:
     curves = {"all_reduce": a_curve(1, 1)}
     topology = a_topology(
         a_dim(NASTY, 8, 50.0, 2.0, collectives=curves, warnings=(NASTY,)),
@@ -430,8 +416,8 @@ def test_names_are_escaped_as_literals(target: Any) -> None:
         warnings=(NASTY,),
     )
     plain = a_topology(a_dim("tp", 8, 1.0, 2.0, collectives=curves))
-    text, exported = render(topology, target, NASTY), module_of(topology, target)
-    assert text.isascii() and names_in(text) == names_in(render(plain, target))
+    text, exported = source_of(topology, target, "x/" + NASTY.replace("/", "")), module_of(topology, target)
+    assert text.isascii() and names_in(text) == names_in(source_of(plain, target))
     assert ((*exported.DIMS,), exported.SOURCE["runs"]) == ((NASTY,), (NASTY,))
 
 
@@ -445,10 +431,10 @@ def test_only_plain_values_become_literals(value: Any) -> None:
 def test_export_does_not_overwrite_other_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     for target in ("torch", "inductor"):  # an exported module may be replaced
-        export(two_dims(), target, path)
+        export(ExportRequest(two_dims(), path), target)
     path.write_text("print('mine')\n")
     with pytest.raises(OutputError, match="not overwritten"):
-        export(two_dims(), "torch", path)
+        export(ExportRequest(two_dims(), path), "torch")
     assert path.read_text() == "print('mine')\n"
 
 

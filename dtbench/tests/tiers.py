@@ -20,6 +20,7 @@ SLOW = {
     "dtbench/tests/test_page_in_browser.py::*": "a browser",
     "dtbench/tests/test_lab_hosts.py::*": "network namespaces and their links",
     "dtbench/tests/test_docs.py::test_commands*": "every command of the start page",
+    "dtbench/tests/test_export_profile.py::test_compiled_function*": "ranks that import torch and compile",
     "dtbench/tests/test_docs.py::test_python_of*": "a measurement in ranks of its own",
     "dtbench/tests/test_api.py::test_*_in_ranks": "ranks that each import torch",
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",

@@ -1,4 +1,4 @@
-"""`dtbench export`: writes a topology as a Python module that installs its constants in torch.
+"""`dtbench export`: writes a topology in the forms that other programs read.
 
-The modules import torch, but not dtbench; they are rendered from the templates in this folder.
+The Python modules import their taker, but not dtbench; they are rendered from the templates in this folder.
 """

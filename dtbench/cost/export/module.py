@@ -1,48 +1,68 @@
-"""Renders the modules of `dtbench export`. All values from the topology are inserted with `literal`."""
+"""Renders Python modules for `dtbench export`. All values from the topology are inserted with `literal`."""
 
 import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import jinja2
 
 from dtbench._version import __version__
 from dtbench.cost.estimate import times_of
+from dtbench.cost.export.targets import Export, ExportRequest
 from dtbench.errors import UsageError
-from dtbench.records.atomic import write_atomically
 from dtbench.records.topology import CalibratedTopology
 from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import BASE_LATENCY_US
 from dtbench_core.cost.topology import SENDING, curves_of_changes
 
-NodeShape = tuple[int, int]  # nodes, ranks per node
-Target = Literal["torch", "inductor", "autoparallel"]
 # Versions whose private functions the templates replace, and with which the tests were run.
 TORCH_VERSIONS = ("2.11", "2.13")
 
 TEMPLATES = Path(__file__).parent
 SHARD_TO_SHARD = ("S(0)->S(1)", "S(1)->S(0)")
-# The same constants as in autoparallel's benchmarks/nccl_cost_model/tools/fit_profile.py.
-LATENCY_BYTES, RAMP_POINTS = 64 * 2**10, 24
 INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
 
-def export(topology: CalibratedTopology, target: Target, path: Path) -> None:
-    """Writes the module atomically.
-
-    Raises:
-        UsageError: the target cannot represent the topology.
-        OutputError: the path cannot be written, or is a file that `export` did not write.
-    """
-    write_atomically(path, render(topology, target, path.stem), _is_export, "module of `dtbench export`")
+def render_torch(request: ExportRequest) -> Export:
+    """Returns the module that installs constants and times in torch.distributed.tensor."""
+    topology = request.topology
+    dims = {dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims}
+    return _render_installer(request, "torch", dims=dims, curves=dict(_placement_curves(topology)))
 
 
-def render(topology: CalibratedTopology, target: Target, module: str = "topology") -> str:
-    """Returns the source of the module. module: its name, for the usage in its docstring."""
-    _check(topology)
-    tables, ramps = _runtimes(topology) if target == "autoparallel" else ({}, {})
+def render_inductor(request: ExportRequest) -> Export:
+    """Returns the module that installs times of collectives in the scheduler of torch.compile."""
+    curves = {
+        (dim.name, name): times_of(dim.collectives[name])
+        for dim in request.topology.dims
+        for name in INDUCTOR_COLLECTIVES
+        if name in dim.collectives
+    }
+    ranks = {dim.name: dim.ranks for dim in request.topology.dims}
+    return _render_installer(request, "inductor", ranks=ranks, curves=curves)
+
+
+def _render_installer(request: ExportRequest, template: str, **values: object) -> Export:
+    topology = request.topology
+    if not math.isclose(base := topology.base_latency_us, BASE_LATENCY_US):
+        raise UsageError(
+            f"the topology was fitted with a base latency of {base:g} us, expected the {BASE_LATENCY_US} us of "
+            "torch's formulas: calibrate again"
+        )
+    return render_module(
+        request,
+        template,
+        device_type=topology.device_type,
+        curve_source=inspect.getsource(Curve).rstrip(),
+        versions=" and ".join(TORCH_VERSIONS),
+        newest=TORCH_VERSIONS[-1],
+        **values,
+    )
+
+
+def render_module(request: ExportRequest, template: str, **values: object) -> Export:
+    """Renders a Python module from a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -50,24 +70,13 @@ def render(topology: CalibratedTopology, target: Target, module: str = "topology
         autoescape=False,
     )
     environment.filters["literal"] = literal
-    curves = {
-        (dim.name, name): times_of(dim.collectives[name])
-        for dim in topology.dims
-        for name in INDUCTOR_COLLECTIVES
-        if name in dim.collectives
-    }
-    return environment.get_template(f"{target}.py.jinja").render(
-        module=module if module.isascii() and module.isidentifier() else "topology",
-        source=_source(topology),
-        device_type=topology.device_type,
-        dims={dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims},
-        ranks={dim.name: dim.ranks for dim in topology.dims},
-        curves=dict(_placement_curves(topology)) if target == "torch" else curves,
-        tables=tables,
-        ramps=ramps,
-        curve_source=inspect.getsource(Curve).rstrip(),
-        versions=" and ".join(TORCH_VERSIONS),
-        newest=TORCH_VERSIONS[-1],
+    name = request.path.stem
+    return Export(
+        environment.get_template(f"{template}.py.jinja").render(
+            module=name if name.isascii() and name.isidentifier() else "topology",
+            source=describe_source(request.topology),
+            **values,
+        )
     )
 
 
@@ -89,27 +98,14 @@ def literal(value: object) -> str:
     raise TypeError(f"got {type(value).__name__}, expected a string, a finite number, None or a collection")
 
 
-def _check(topology: CalibratedTopology) -> None:
-    if not topology.dims:
-        raise UsageError(
-            "the topology has no mesh dim, expected at least one: calibrate a run of the suite collectives"
-        )
-    base = topology.base_latency_us
-    if not math.isclose(base, BASE_LATENCY_US):
-        raise UsageError(
-            f"the topology was fitted with a base latency of {base:g} us, expected the {BASE_LATENCY_US} us of "
-            "torch's formulas: calibrate again"
-        )
-
-
-def _source(topology: CalibratedTopology) -> dict[str, object]:
+def describe_source(topology: CalibratedTopology) -> dict[str, object]:
     """Describes the origin and the accuracy of the numbers."""
     versions = topology.runs[0].versions if topology.runs else {}
     return {
         "written_by": f"dtbench {__version__}",
         "calibrated": topology.created,
         "runs": [run.run_id for run in topology.runs],
-        "versions": {key: str(value) for key, value in versions.items()},
+        "versions": {key: value for key, value in versions.items() if value},
         "device_type": topology.device_type,
         "backend": topology.backend,
         "mesh": dict(zip(topology.mesh.dim_names, topology.mesh.shape, strict=True)),
@@ -135,54 +131,3 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
         for change in SENDING:
             if (curve := curves.get(change)) is not None:
                 yield (dim.name, change), curve
-
-
-def _runtimes(
-    topology: CalibratedTopology,
-) -> tuple[dict[str, dict[NodeShape, tuple[float, float]]], dict[str, dict[NodeShape, tuple[float, ...]]]]:
-    """Computes autoparallel's tables.
-
-    Returns:
-        tables: collective -> (nodes, ranks per node) -> (latency in us, peak bandwidth in GB/s).
-        ramps: collective -> (nodes, ranks per node) -> share of the peak bandwidth at sizes that double.
-
-    Raises:
-        UsageError: no dim has groups with the same layout on their hosts.
-    """
-    tables: dict[str, dict[NodeShape, tuple[float, float]]] = {}
-    ramps: dict[str, dict[NodeShape, tuple[float, ...]]] = {}
-    for dim in topology.dims:
-        hosts, per_host = set(dim.layout.hosts_per_group or ()), set(dim.layout.ranks_per_host or ())
-        shape = (min(hosts, default=0), min(per_host, default=0))
-        if len(hosts) > 1 or len(per_host) > 1 or math.prod(shape) != dim.ranks:
-            continue
-        for name in INDUCTOR_COLLECTIVES:
-            if name not in dim.collectives:
-                continue
-            curve = times_of(dim.collectives[name])
-            small = [size for size in curve.sizes if size <= LATENCY_BYTES] or curve.sizes[:1]
-            latency = min(map(curve.us, small))
-            peak = max(_rate(curve, size, latency) for size in curve.sizes)
-            entry = tables.setdefault(name, {}).get(shape)
-            if peak and (entry is None or peak < entry[1]):  # the slowest of the dims with this shape
-                sizes = (64 * 2**k * dim.ranks for k in range(RAMP_POINTS))
-                tables[name][shape] = (round(latency, 6), round(peak, 6))
-                ramps.setdefault(name, {})[shape] = tuple(
-                    round(min(max(_rate(curve, size, latency) / peak or 1.0, 0.01), 1.0), 6) for size in sizes
-                )
-    if not ramps:
-        raise UsageError(
-            "autoparallel requires groups with the same number of hosts and of ranks per host: no mesh dim of the "
-            "topology has such groups"
-        )
-    return {name: entries for name, entries in tables.items() if entries}, ramps
-
-
-def _rate(curve: Curve, size: int, latency_us: float) -> float:
-    """Returns the bandwidth in GB/s after subtracting the latency; 0 if the time is not longer than the latency."""
-    transfer_us = curve.us(size) - latency_us
-    return size / (1000 * transfer_us) if transfer_us > 0 else 0.0
-
-
-def _is_export(head: str) -> bool:
-    return head.startswith('"""Measured ') and "written by `dtbench export" in head.split("\n", 1)[0]

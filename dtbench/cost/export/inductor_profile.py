@@ -1,0 +1,190 @@
+"""`dtbench export --to inductor-profile`: a trace for the profile-guided estimates of torch.compile.
+
+The option `aten_distributed_optimizations.profile_guided_estimations_profile_path` of torch._inductor.config names a
+Chrome trace of collectives. torch looks a collective up by the ranks of its process group and by its dtype. Between two
+sizes it interpolates in log-log space (torch/_inductor/fx_passes/profile_guided_estimation.py, torch 2.13 and 2.14).
+
+The trace has every process group of the mesh, since torch would use a group for others of the same stride and size
+only if there is a single one. The events were not recorded: each has the time of the calibrated curve.
+"""
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+
+from dtbench.cost.estimate import times_of
+from dtbench.cost.export.module import INDUCTOR_COLLECTIVES, describe_source
+from dtbench.cost.export.targets import Export, ExportRequest
+from dtbench.errors import UsageError
+from dtbench.records.topology import Dim
+from dtbench.suite.mesh import Groups, format_mesh, groups_by_dim
+from dtbench_core.cost.curve import Curve
+
+# dtype -> its name in traces, which is that of torch.Tensor.type(), and its bytes.
+DTYPES = {
+    "float32": ("Float", 4),
+    "float64": ("Double", 8),
+    "float16": ("Half", 2),
+    "bfloat16": ("BFloat16", 2),
+}
+# Largest error of torch's interpolation halfway between two sizes.
+MAX_ERROR = 0.01
+# The sizes extend to 1 TiB, more than any tensor. Beyond twice the largest size, torch 2.13 uses one bandwidth for all
+# collectives of a group, although a reduce-scatter has the smallest output and an all-gather the largest.
+LARGEST_BYTES = 2**40
+# An event has about 300 bytes; torch loads a million in some seconds.
+MAX_EVENTS = 1_000_000
+
+
+def render(request: ExportRequest) -> Export:
+    """Returns the trace.
+
+    Raises:
+        UsageError: the topology lacks a dim of the given mesh, no dim has two ranks, or the trace would be too large.
+    """
+    dims, notes = _measured_dims(request)
+    groups = [(dim, ranks) for dim, dim_groups in dims for ranks in dim_groups]
+    calls = {dim.name: [*_calls(dim, request.dtypes)] for dim, _ in dims}
+    if (count := sum(len(calls[dim.name]) for dim, _ in groups)) > MAX_EVENTS:
+        raise UsageError(
+            f"the profile of {len(groups)} process groups would have {count} events, expected at most {MAX_EVENTS}: "
+            "give fewer dtypes, or the mesh of a part of the job"
+        )
+    events, start_us = [], 0.0
+    for index, (dim, ranks) in enumerate(groups):
+        group = {
+            "Process Group Name": str(index),
+            "Process Group Description": _description(dim),
+            "Process Group Ranks": str(ranks),
+            "Group size": dim.ranks,
+        }
+        for call, duration_us in calls[dim.name]:
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": "kernel",
+                    "name": f"{call['Collective name']} over {dim.name}",
+                    "pid": 0,
+                    "tid": index,
+                    "ts": start_us,
+                    "dur": duration_us,
+                    "args": call | group,
+                }
+            )
+            start_us += duration_us
+    configs = [
+        {"pg_name": str(index), "pg_desc": _description(dim), "pg_size": dim.ranks, "ranks": ranks}
+        for index, (dim, ranks) in enumerate(groups)
+    ]
+    trace = {
+        "origin": "written by `dtbench export --to inductor-profile`; not recorded",
+        "source": describe_source(request.topology),
+        "distributedInfo": {"backend": request.topology.backend, "rank": 0, "pg_config": configs},
+        "traceEvents": events,
+    }
+    return Export(json.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n", notes)
+
+
+def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tuple[str, ...]]:
+    """Returns the calibrated dims of the mesh with their process groups, and notes about missing dims and collectives.
+
+    A group that is the same set of ranks over two dims has the figures of the first.
+    """
+    topology = request.topology
+    mesh = request.mesh or tuple(zip(topology.mesh.dim_names, topology.mesh.shape, strict=True))
+    calibrated = {(dim.name, dim.ranks): dim for dim in topology.dims}
+    missing = [dim for dim in mesh if dim[1] > 1 and dim not in calibrated]
+    if request.mesh and missing:
+        raise UsageError(
+            f"--mesh has {format_mesh(missing)}, but the topology was calibrated on {format_mesh(calibrated)}: "
+            "give a mesh of these dims, or calibrate a run on that mesh"
+        )
+    groups = groups_by_dim(*zip(*mesh, strict=True)) if mesh else {}
+    dims, known = [], set[tuple[int, ...]]()
+    for dim in topology.dims:
+        new = [
+            ranks
+            for ranks in groups.get(dim.name, ())
+            if len(ranks) == dim.ranks and tuple(ranks) not in known
+        ]
+        known.update(map(tuple, new))
+        if new:
+            dims.append((dim, new))
+    if not dims:
+        raise UsageError(
+            f"got the mesh {format_mesh(mesh) or 'without dims'}, expected one with {format_mesh(calibrated)}, "
+            "the dims that were calibrated"
+        )
+    exported = {dim.name for dim, _ in dims}
+    unused = [dim for dim in calibrated if dim[0] not in exported]
+    return dims, (
+        *(f"not exported, since it was not calibrated: {format_mesh([dim])}" for dim in missing),
+        *(f"not exported, since the mesh lacks it: {format_mesh([dim])}" for dim in unused),
+        *(
+            f"not exported, since it was not measured over {dim.name}: {collective}"
+            for dim, _ in dims
+            for collective in INDUCTOR_COLLECTIVES
+            if collective not in dim.collectives
+        ),
+    )
+
+
+def _description(dim: Dim) -> str:
+    """Returns the description that DeviceMesh gives the groups of a dim. Versions after torch 2.14 find groups by it."""
+    return f"mesh_{dim.name.replace('+', '_')}"
+
+
+def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object], float]]:
+    """Yields the arguments of events, without those of the process group, and their microseconds."""
+    for collective, dtype in itertools.product(INDUCTOR_COLLECTIVES, dtypes):
+        if collective not in dim.collectives:
+            continue
+        name, itemsize = DTYPES[dtype]
+        curve = times_of(dim.collectives[collective])
+        # The curve counts the scattered tensor, torch the part that a rank receives.
+        element_bytes = itemsize * (dim.ranks if collective == "reduce_scatter" else 1)
+
+        def time_us(elements: int, curve: Curve = curve, element_bytes: int = element_bytes) -> float:
+            return curve.us(elements * element_bytes)
+
+        # The curve bends at its sizes: the numbers of elements on either side of each.
+        bends = (
+            size // element_bytes + above for size in curve.sizes for above in (0, size % element_bytes > 0)
+        )
+        limits = {1, *bends, LARGEST_BYTES // element_bytes}
+        for elements in sample_sizes(time_us, sorted(limits - {0})):
+            inputs = {"all_gather": elements // dim.ranks, "reduce_scatter": elements * dim.ranks}
+            yield (
+                {
+                    "Collective name": collective,
+                    "In msg nelems": inputs.get(collective, elements),
+                    "Out msg nelems": elements,
+                    "dtype": name,
+                },
+                time_us(elements),
+            )
+
+
+def sample_sizes(time_us: Callable[[int], float], limits: list[int]) -> Iterator[int]:
+    """Yields sizes, the limits among them, between which log-log interpolation follows the curve.
+
+    Args:
+        time_us: elements -> microseconds.
+        limits: ascending sizes between which the curve has no bend.
+    """
+    for low, high in itertools.pairwise(limits):
+        yield from _sizes_between(time_us, low, high)
+    yield limits[-1]
+
+
+def _sizes_between(time_us: Callable[[int], float], low: int, high: int) -> Iterator[int]:
+    """Yields `low` and the sizes to insert before `high`."""
+    middle = math.isqrt(low * high)
+    share = math.log(middle / low) / math.log(high / low)
+    interpolated_us = time_us(low) ** (1 - share) * time_us(high) ** share
+    if middle > low and abs(interpolated_us / time_us(middle) - 1) > MAX_ERROR:
+        yield from _sizes_between(time_us, low, middle)
+        yield from _sizes_between(time_us, middle, high)
+    else:
+        yield low
