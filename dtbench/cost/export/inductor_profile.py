@@ -131,7 +131,7 @@ def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tu
 
 
 def _description(dim: Dim) -> str:
-    """Returns the description that DeviceMesh gives the groups of a dim. Versions after torch 2.14 find groups by it."""
+    """Returns the description that DeviceMesh gives the groups of a dim. Newer torch finds groups by it."""
     return f"mesh_{dim.name.replace('+', '_')}"
 
 
