@@ -12,11 +12,12 @@ import pytest
 from dtbench.cost.estimate import times_of
 from dtbench.cost.export import inductor_profile
 from dtbench.cost.export.targets import ExportRequest, export, render
-from dtbench.errors import UsageError
+from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.records.result import MeshShape
 from dtbench.records.topology import CalibratedTopology, LeftOut, MeasuredCurve
 from dtbench.tests.made_up_topology import SIZES, a_dim, a_topology, curve_of, ring_curve, ring_dim
 from dtbench.tests.programs import LIMIT_S, environment
+from dtbench.traces.job import read_job
 
 profile_guided_estimation = pytest.importorskip(
     "torch._inductor.fx_passes.profile_guided_estimation", reason="torch 2.13 has it first"
@@ -161,6 +162,13 @@ def test_missing_dims_and_collectives_are_noted(tmp_path: Path) -> None:
         "not exported, since it was not calibrated: pp=2",
         "not exported, since it was not measured over tp: all_to_all",
     )
+
+
+def test_profile_does_not_pass_for_a_recorded_trace(tmp_path: Path) -> None:
+    request = ExportRequest(two_dims(), tmp_path / "profile.json")
+    export(request, "inductor-profile")
+    with pytest.raises(UnreadableRunError, match="`dtbench export` wrote it"):
+        read_job([request.path])
 
 
 @pytest.mark.parametrize(

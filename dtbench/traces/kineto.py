@@ -126,6 +126,8 @@ class Trace:
         with self._opened() as file:
             stream = gzip.GzipFile(fileobj=file) if file.peek(2).startswith(b"\x1f\x8b") else file
             self._read_header(stream)
+            if "dtbench_export" in self.header:  # its events were not recorded
+                raise self._refused("`dtbench export` wrote it for torch.compile")
             needed = 0  # bytes of text before the next attempt
             while self._tail is None:
                 last = not self._read(stream)

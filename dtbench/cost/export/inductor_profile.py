@@ -78,7 +78,7 @@ def render(request: ExportRequest) -> Export:
         for index, (dim, ranks) in enumerate(groups)
     ]
     trace = {
-        "origin": "written by `dtbench export --to inductor-profile`; not recorded",
+        "dtbench_export": "written by `dtbench export --to inductor-profile`; not recorded",
         "source": describe_source(request.topology),
         "distributedInfo": {"backend": request.topology.backend, "rank": 0, "pg_config": configs},
         "traceEvents": events,
@@ -87,10 +87,7 @@ def render(request: ExportRequest) -> Export:
 
 
 def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tuple[str, ...]]:
-    """Returns the calibrated dims of the mesh with their process groups, and notes about missing dims and collectives.
-
-    A group that is the same set of ranks over two dims has the figures of the first.
-    """
+    """Returns the calibrated dims of the mesh with their process groups, and notes about what is missing."""
     topology = request.topology
     mesh = request.mesh or tuple(zip(topology.mesh.dim_names, topology.mesh.shape, strict=True))
     calibrated = {(dim.name, dim.ranks): dim for dim in topology.dims}
@@ -101,16 +98,11 @@ def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tu
             "give a mesh of these dims, or calibrate a run on that mesh"
         )
     groups = groups_by_dim(*zip(*mesh, strict=True)) if mesh else {}
-    dims, known = [], set[tuple[int, ...]]()
-    for dim in topology.dims:
-        new = [
-            ranks
-            for ranks in groups.get(dim.name, ())
-            if len(ranks) == dim.ranks and tuple(ranks) not in known
-        ]
-        known.update(map(tuple, new))
-        if new:
-            dims.append((dim, new))
+    dims = [
+        (dim, groups[dim.name])
+        for dim in topology.dims
+        if dim.name in groups and len(groups[dim.name][0]) == dim.ranks
+    ]
     if not dims:
         raise UsageError(
             f"got the mesh {format_mesh(mesh) or 'without dims'}, expected one with {format_mesh(calibrated)}, "
