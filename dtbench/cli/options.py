@@ -95,7 +95,7 @@ TIMEOUT = click.option(
 
 
 def _export(
-    _context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
+    context: click.Context, _option: click.Parameter, texts: tuple[str, ...]
 ) -> list[tuple[str, Path]]:
     """Returns (format, file) for each FORMAT:FILE, validated before anything is measured."""
     from dtbench.records.exports import FORMATS
@@ -106,6 +106,14 @@ def _export(
         if name not in FORMATS or not file:
             raise click.BadParameter(
                 f"{text!r}: expected FORMAT:FILE, FORMAT one of {', '.join(FORMATS)}; such as bmf:times.json"
+            )
+        if name == "hud" and not file.endswith(".json"):
+            raise click.BadParameter(
+                f"{text!r}: PyTorch's uploader reads only files whose name ends in .json; such as hud:{file}.json"
+            )
+        if name == "pr-time" and context.command.name != "show":
+            raise click.BadParameter(
+                f"{text!r}: pr-time has no base; give it to `dtbench show RUN --export {text}`"
             )
         if not Path(file).parent.is_dir():
             raise click.BadParameter(
@@ -121,5 +129,6 @@ EXPORT = click.option(
     multiple=True,
     metavar="FORMAT:FILE",
     callback=_export,
-    help="Also write the times for another tool: github (github-action-benchmark) or bmf (Bencher); repeatable.",
+    help="Also write the times for another tool: github (github-action-benchmark), bmf (Bencher), hud (PyTorch's HUD) "
+    "or, from `show`, pr-time (pr_time_benchmarks); repeatable.",
 )

@@ -1,4 +1,4 @@
-"""Exports times in the formats of github-action-benchmark and Bencher.
+"""Exports times in the formats of github-action-benchmark, Bencher, PyTorch's HUD and its pr_time_benchmarks.
 
 Names come from run files, which may be untrusted, so unprintable characters are escaped.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dtbench.errors import plain
+from dtbench.errors import UsageError, plain, print_error
 from dtbench.grouping import group_by
 from dtbench.records.atomic import write_atomically
 from dtbench.records.comparison import ComparedCase
@@ -19,6 +19,22 @@ from dtbench.text.units import interval_or_none
 
 # https://bencher.dev/docs/reference/bencher-metric-format: longer names are refused.
 MAX_NAME_CHARS = 1024
+# The cases of pytorch/pytorch, benchmarks/dynamo/pr_time_benchmarks/benchmarks/dtensor.py, under its names.
+PR_TIME_CASES = tuple(
+    f"dtensor_dispatch_{name}"
+    for name in (
+        "detach",
+        "to_from_local",
+        "collectives",
+        "add_backward",
+        "inplace",
+        "view",
+        "random",
+        "custom_handler",
+    )
+)
+# Implementation -> suffix of its rows. Only torch has pytorch's own names, since those are compared with its history.
+_PR_TIME_SUFFIXES = {"torch": "", "core": "_core"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +48,10 @@ class Point:
         high_s: upper end of the time's interval; None if there is none.
         verdict: verdict of a comparison, else "".
         remark: explains the verdict, else "".
+        base_s: base's time in a comparison, seconds per call; else None.
+        launch_s: estimate of each launch, seconds per call; () in a comparison.
+        busbw_Bps: bus bandwidth of each launch, bytes per second; () if there is none.
+        instructions: instructions per call, the fewest of any launch; None if they were not counted.
     """
 
     key: CaseKey
@@ -40,6 +60,17 @@ class Point:
     high_s: float | None = None
     verdict: str = ""
     remark: str = ""
+    base_s: float | None = None
+    launch_s: tuple[float, ...] = ()
+    busbw_Bps: tuple[float, ...] = ()  # noqa: N815 - bytes per second
+    instructions: int | None = None
+
+    @property
+    def range_us(self) -> str:
+        """The time's interval in microseconds, e.g. "1 to 3"; "" if there is none."""
+        if self.low_s is None or self.high_s is None:
+            return ""
+        return f"{self.low_s * 1e6:.4g} to {self.high_s * 1e6:.4g}"
 
     @property
     def label(self) -> str:
@@ -67,6 +98,7 @@ def compared_point(case: ComparedCase, verdict: str, remark: str) -> Point | Non
         high_s=None if high is None else max(base_s * high, head_s),
         verdict=verdict,
         remark=remark,
+        base_s=base_s,
     )
 
 
@@ -80,8 +112,16 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
     for key, results in group_by(timed, lambda result: result.case_key).items():
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
+        counts = [result.counters.get("instructions") for result in results]
         points.append(
-            Point(key, median(times), *(interval_or_none(min(bounds), max(bounds)) or (None, None)))
+            Point(
+                key,
+                median(times),
+                *(interval_or_none(min(bounds), max(bounds)) or (None, None)),
+                launch_s=tuple(times),
+                busbw_Bps=tuple(result.busbw_Bps for result in results if result.busbw_Bps),
+                instructions=min((n for n in counts if isinstance(n, int) and n > 0), default=None),
+            )
         )
     return points
 
@@ -91,8 +131,8 @@ def github(points: Sequence[Point]) -> str:
     rows = []
     for point in points:
         row: dict[str, str | float] = {"name": point.label, "unit": "us", "value": point.time_s * 1e6}
-        if point.low_s is not None and point.high_s is not None:
-            row["range"] = f"{point.low_s * 1e6:.4g} to {point.high_s * 1e6:.4g}"
+        if point.range_us:
+            row["range"] = point.range_us
         extra = ": ".join(plain(text) for text in (point.verdict, point.remark) if text)
         rows.append(row | ({"extra": extra} if extra else {}))
     return json.dumps(rows, indent=2, allow_nan=False) + "\n"
@@ -114,10 +154,103 @@ def bmf(points: Sequence[Point]) -> str:
     return json.dumps(metrics, indent=2, allow_nan=False) + "\n"
 
 
+def hud(points: Sequence[Point]) -> str:
+    """Formats the points as records of PyTorch's benchmark database, version 3, one JSON object per line.
+
+    The HUD averages `benchmark_values`, so base and head in one list would appear as their average. It groups by mode
+    and not by `extra_info`, and calls a larger value better unless the metric is called "latency". A comparison is
+    therefore two records of "latency" in neighbouring lines: the first has mode "base", the second mode "head".
+    Source: pytorch/test-infra, torchci/lib/benchmark/api_helper/backend/dataFetchers/queryBuilderUtils/
+    benchmarkDataQueryBuilder.ts; types: clickhouse_db_schema/benchmark.oss_ci_benchmark_v3/schema.sql.
+    """
+    lines = []
+    for point in points:
+        suite, _, impl, params = point.key
+        texts = {name: plain(str(value)) for name, value in params}
+        mode = texts.get("mode", texts.get("pass", ""))
+        extra = {
+            "impl": impl,
+            "verdict": point.verdict,
+            "reason": point.remark,
+            "interval_us": point.range_us,
+        }
+        metrics = [
+            (mode, "latency", "us", point.launch_s, 1e6),
+            (mode, "busbw", "GB/s", point.busbw_Bps, 1e-9),
+        ]
+        if point.base_s is not None:
+            extra |= {"base_us": f"{point.base_s * 1e6:.6g}", "head_us": f"{point.time_s * 1e6:.6g}"}
+            arms = {"base": point.base_s, "head": point.time_s}
+            metrics = [(arm, "latency", "us", (time_s,), 1e6) for arm, time_s in arms.items()]
+        for metric_mode, metric, unit, values, scale in metrics:
+            record = {
+                "benchmark": {
+                    "name": f"dtbench {plain(suite)}",
+                    "mode": metric_mode,
+                    "dtype": texts.get("dtype", ""),
+                    "extra_info": {name: plain(text) for name, text in extra.items() if text},
+                },
+                "model": {
+                    "name": point.label,
+                    "type": "micro-benchmark",
+                    "backend": plain(impl),
+                    "origins": ["dtbench"],
+                },
+                "metric": {
+                    "name": metric,
+                    "unit": unit,
+                    "benchmark_values": [value * scale for value in values],
+                    "target_value": 0,  # the HUD shows no target then
+                },
+            }
+            lines += [json.dumps(record, allow_nan=False) + "\n"] if values else []
+    return "".join(lines)
+
+
+def pr_time(points: Sequence[Point]) -> str:
+    """Formats the points as `name,metric,value` without a header, the results of pytorch's pr_time_benchmarks.
+
+    Its check_results.py reads each value as an integer and refuses a name and metric that occur twice. A case without
+    an instruction counter has no row `instruction_count`; a line on stderr names it.
+
+    Raises:
+        UsageError: no point is a case of pr_time_benchmarks, or a case has several results.
+    """
+    named = group_by(
+        (
+            p
+            for p in points
+            if p.key[0] == "dispatch" and p.key[1] in PR_TIME_CASES and p.key[2] in _PR_TIME_SUFFIXES
+        ),
+        lambda point: point.key[1] + _PR_TIME_SUFFIXES[point.key[2]],
+    )
+    if not named:
+        raise UsageError(
+            "pr-time: the run has no result of the cases dtensor_dispatch_*; "
+            "measure them with `dtbench run dispatch/dtensor_dispatch -o run.jsonl`"
+        )
+    if repeated := [name for name, case_points in named.items() if len(case_points) > 1]:
+        raise UsageError(
+            f"pr-time: several results of {', '.join(repeated)}, expected one each; choose one by --filter NAME=VALUE"
+        )
+    rows: list[tuple[str, str, int]] = []
+    for name, (point,) in named.items():
+        rows += [] if point.instructions is None else [(name, "instruction_count", point.instructions)]
+        rows.append((name, "time_ns", round(point.time_s * 1e9)))
+    counted = {name for name, metric, _ in rows if metric == "instruction_count"}
+    if uncounted := [name for name in named if name not in counted]:
+        print_error(
+            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions"
+        )
+    return "".join(f"{name},{metric},{value}\n" for name, metric, value in rows)
+
+
 # Name -> its formatter, and a text that identifies existing files of the format. Other files are not replaced.
 FORMATS: Mapping[str, tuple[Callable[[Sequence[Point]], str], str]] = {
     "github": (github, '"unit": "us"'),
     "bmf": (bmf, '"latency": {'),
+    "hud": (hud, '{"benchmark": {"name": "dtbench '),
+    "pr-time": (pr_time, ",time_ns,"),
 }
 
 
@@ -128,12 +261,14 @@ def write_exports(points: Sequence[Point], files: Iterable[tuple[str, Path]]) ->
         files: (format, path) pairs.
 
     Raises:
+        UsageError: a format does not fit the points; then no file is written.
         OutputError: a file cannot be written, or exists in another format.
     """
-    for name, path in files:
-        render, mark = FORMATS[name]
+    texts = [(name, path, FORMATS[name][0](points)) for name, path in files]
+    for name, path, text in texts:
+        mark = FORMATS[name][1]
 
         def is_ours(head: str, mark: str = mark) -> bool:
             return mark in head or head.strip() in ("[]", "{}")
 
-        write_atomically(path, render(points), is_ours, f"file of {name}")
+        write_atomically(path, text, is_ours, f"file of {name}")
