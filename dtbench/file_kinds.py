@@ -51,6 +51,12 @@ def _read_head(path: Path) -> bytes:
         return b""
 
 
+def kind_of(path: Path) -> str:
+    """Returns the kind that the file begins with, e.g. "topology" or "trace"; "" if it is unknown or unreadable."""
+    head = _read_head(path)
+    return "trace" if _TRACE.match(head) else match[1].decode() if (match := _KIND.match(head)) else ""
+
+
 def refuse_other_kind(path: Path, expected: str, *, programs: bool = False) -> None:
     """Raises UnreadableRunError if the file is of another kind than expected.
 
@@ -58,8 +64,7 @@ def refuse_other_kind(path: Path, expected: str, *, programs: bool = False) -> N
         expected: description of the expected file; kinds that it names are accepted.
         programs: whether to refuse Python programs, too.
     """
-    head = _read_head(path)
-    kind = "trace" if _TRACE.match(head) else match[1].decode() if (match := _KIND.match(head)) else ""
+    kind = kind_of(path)
     if kind in _READERS and kind not in expected:
         description, command = _READERS[kind]
         raise UnreadableRunError(

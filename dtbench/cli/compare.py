@@ -35,7 +35,8 @@ def compare_command(
 
     Exit code 3 if the result is inconclusive: too few launches, or different hardware, ranks or threads.
 
-    BASE is a run file, or the name of a baseline of `dtbench run --save-baseline`.
+    BASE is a run file, or the name of a baseline of `dtbench run --save-baseline`. Two topologies of `dtbench
+    calibrate` are compared by mesh dim and call.
 
     With --reference, compares the bus bandwidths of BASE from 64 MiB on with those published for the same GPUs, ranks
     and hosts: exit code 1 if they are lower, 3 if inconclusive, 4 without a reference.
@@ -43,8 +44,10 @@ def compare_command(
     \b
     Examples:
       dtbench compare base.jsonl head.jsonl
+      dtbench compare may.topology.json june.topology.json
       dtbench compare run.jsonl --reference --system 8xA100-SXM4-40GB
     """
+    from dtbench.file_kinds import kind_of
     from dtbench.records.run import read_run
 
     if reference == (head is not None):
@@ -57,6 +60,12 @@ def compare_command(
         return _compare_with_reference(base, system, with_all, as_json)
     if system is not None or with_all:
         raise click.UsageError(f"{'--all' if with_all else '--system'} requires --reference")
+    if "topology" in (kind_of(base), kind_of(head)):
+        if exports:
+            raise click.UsageError(
+                "--export writes times of runs, but these are topologies: use --json instead"
+            )
+        return _compare_topologies(base, head, as_json)
     from dtbench.comparison.run_comparison import compare_runs, print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
@@ -66,6 +75,15 @@ def compare_command(
     print_comparison(comparison, as_json)
     if exports:
         write_exports(comparison.points, exports)
+    return comparison.exit_code
+
+
+def _compare_topologies(base: Path, head: Path, as_json: bool) -> int:
+    from dtbench.comparison.topology_comparison import compare_topologies, print_topology_comparison
+    from dtbench.records.topology import read_topology
+
+    comparison = compare_topologies(read_topology(base), read_topology(head))
+    print_topology_comparison(comparison, as_json)
     return comparison.exit_code
 
 

@@ -67,7 +67,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
             other than inconclusive.
     """
 
-    kind: Literal["comparison"] = "comparison"
+    kind: Literal["comparison", "topology comparison"] = "comparison"
     exit_code: int
     notes: tuple[str, ...]
     counts: dict[Verdict, int]
@@ -213,7 +213,7 @@ def _table(suite: str, rows: Sequence[ComparedCase], comparison: Comparison) -> 
 def _interval(row: ComparedCase) -> str:
     interval = format_interval((row.low, row.high), "..")
     if row.effect is None or row.effect.confidence is None or interval == NO_INTERVAL:
-        return "-" if row.effect is None else NO_INTERVAL
+        return "-" if row.effect is None else interval
     return f"{interval} ({100 * row.effect.confidence:.0f}%)"
 
 
@@ -259,7 +259,7 @@ def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
             "torch shares is no change of the code; `dtbench gate` avoids drift by measuring both sides alternately",
         )
     return Comparison(
-        exit_code=_exit_code(rows),
+        exit_code=exit_code_of(rows),
         notes=tuple(dict.fromkeys(notes)),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=rows,
@@ -289,7 +289,7 @@ def _nothing_shared(base: Collection[CaseKey], head: Collection[CaseKey]) -> str
     )
 
 
-def _exit_code(rows: Sequence[ComparedCase]) -> int:
+def exit_code_of(rows: Sequence[ComparedCase]) -> int:
     """Returns 1 for a regression, 4 if nothing is comparable, 3 if a case is undecided, else 0."""
     verdicts = {row.verdict for row in rows}
     if any(row.verdict is Verdict.FAILED and row.base_launches for row in rows) or Verdict.SLOWER in verdicts:

@@ -67,10 +67,9 @@ class Point:
 
     @property
     def range_us(self) -> str:
-        """The time's interval in microseconds, e.g. "1 to 3"; "" if there is none."""
-        if self.low_s is None or self.high_s is None:
-            return ""
-        return f"{self.low_s * 1e6:.4g} to {self.high_s * 1e6:.4g}"
+        """The time's interval in microseconds, e.g. "1 to 3"; "" without an interval."""
+        bounds = (self.low_s, self.high_s)
+        return " to ".join(f"{bound * 1e6:.4g}" for bound in bounds if bound is not None)
 
     @property
     def label(self) -> str:
@@ -112,12 +111,14 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
     for key, results in group_by(timed, lambda result: result.case_key).items():
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
+        low_s, high_s = interval_or_none(min(bounds), max(bounds)) or (None, None)
         counts = [result.counters.get("instructions") for result in results]
         points.append(
             Point(
                 key,
                 median(times),
-                *(interval_or_none(min(bounds), max(bounds)) or (None, None)),
+                low_s,
+                high_s,
                 launch_s=tuple(times),
                 busbw_Bps=tuple(result.busbw_Bps for result in results if result.busbw_Bps),
                 instructions=min((n for n in counts if isinstance(n, int) and n > 0), default=None),
@@ -174,19 +175,16 @@ def hud(points: Sequence[Point]) -> str:
             "reason": point.remark,
             "interval_us": point.range_us,
         }
-        metrics = [
-            (mode, "latency", "us", point.launch_s, 1e6),
-            (mode, "busbw", "GB/s", point.busbw_Bps, 1e-9),
-        ]
+        arms = {mode: point.launch_s}
         if point.base_s is not None:
-            extra |= {"base_us": f"{point.base_s * 1e6:.6g}", "head_us": f"{point.time_s * 1e6:.6g}"}
-            arms = {"base": point.base_s, "head": point.time_s}
-            metrics = [(arm, "latency", "us", (time_s,), 1e6) for arm, time_s in arms.items()]
-        for metric_mode, metric, unit, values, scale in metrics:
-            record = {
+            arms = {"base": (point.base_s,), "head": (point.time_s,)}
+        metrics = [(arm, "latency", "us", [time_s * 1e6 for time_s in times]) for arm, times in arms.items()]
+        metrics.append((mode, "busbw", "GB/s", [rate * 1e-9 for rate in point.busbw_Bps]))
+        lines += [
+            {
                 "benchmark": {
                     "name": f"dtbench {plain(suite)}",
-                    "mode": metric_mode,
+                    "mode": arm,
                     "dtype": texts.get("dtype", ""),
                     "extra_info": {name: plain(text) for name, text in extra.items() if text},
                 },
@@ -196,15 +194,13 @@ def hud(points: Sequence[Point]) -> str:
                     "backend": plain(impl),
                     "origins": ["dtbench"],
                 },
-                "metric": {
-                    "name": metric,
-                    "unit": unit,
-                    "benchmark_values": [value * scale for value in values],
-                    "target_value": 0,  # the HUD shows no target then
-                },
+                # The HUD shows no target if it is 0.
+                "metric": {"name": metric, "unit": unit, "benchmark_values": values, "target_value": 0},
             }
-            lines += [json.dumps(record, allow_nan=False) + "\n"] if values else []
-    return "".join(lines)
+            for arm, metric, unit, values in metrics
+            if values
+        ]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 def pr_time(points: Sequence[Point]) -> str:
@@ -233,16 +229,16 @@ def pr_time(points: Sequence[Point]) -> str:
         raise UsageError(
             f"pr-time: several results of {', '.join(repeated)}, expected one each; choose one by --filter NAME=VALUE"
         )
-    rows: list[tuple[str, str, int]] = []
-    for name, (point,) in named.items():
-        rows += [] if point.instructions is None else [(name, "instruction_count", point.instructions)]
-        rows.append((name, "time_ns", round(point.time_s * 1e9)))
-    counted = {name for name, metric, _ in rows if metric == "instruction_count"}
-    if uncounted := [name for name in named if name not in counted]:
+    metrics = {
+        name: {"instruction_count": point.instructions, "time_ns": round(point.time_s * 1e9)}
+        for name, (point,) in named.items()
+    }
+    if uncounted := [name for name, values in metrics.items() if values["instruction_count"] is None]:
         print_error(
-            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions"
+            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions for it"
         )
-    return "".join(f"{name},{metric},{value}\n" for name, metric, value in rows)
+    rows = ((name, *value) for name, values in metrics.items() for value in values.items())
+    return "".join(f"{name},{metric},{value}\n" for name, metric, value in rows if value is not None)
 
 
 # Name -> its formatter, and a text that identifies existing files of the format. Other files are not replaced.
