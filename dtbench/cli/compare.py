@@ -60,7 +60,7 @@ def compare_command(
         return _compare_with_reference(base, system, with_all, as_json)
     if system is not None or with_all:
         raise click.UsageError(f"{'--all' if with_all else '--system'} requires --reference")
-    if "topology" in (kind_of(base), kind_of(head)):
+    if kind_of(base) == "topology":  # then HEAD has to be one, too
         if exports:
             raise click.UsageError(
                 "--export writes times of runs, but these are topologies: use --json instead"

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtbench.comparison.references import TABLE, read_systems
+from dtbench.comparison.topology_comparison import compare_topologies
 from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.measured_steps import read_steps, read_table
 from dtbench.cost.plan.training import find_model
@@ -41,6 +42,7 @@ from dtbench.traces.job import read_job
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
 RESULTS = Path(__file__).parents[2] / "results"
+TOPOLOGY = read_topology(RESULTS / "baseline-cpu-gloo-4ranks.topology.json")
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:
@@ -98,6 +100,10 @@ LLAMA = {
 READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "run": (run_file, read_run),
     "topology": (committed("baseline-cpu-gloo-4ranks.topology.json"), read_topology),
+    "compared topology": (
+        committed("baseline-cpu-gloo-4ranks.topology.json"),
+        lambda path: compare_topologies(TOPOLOGY, read_topology(path)),
+    ),
     "gate": (committed("gate/same.json"), lambda path: gather([path])),
     "profile of calls": (committed("profile/add/table.json"), lambda path: gather([path])),
     "profile of ranks": (committed("profile/mlp/table.json"), lambda path: gather([path])),

@@ -281,7 +281,7 @@ def test_command_compares_topologies(tmp_path: Path, dtbench: made_up.Cli):
     assert {"size_bytes", "measured_us", "low_us", "high_us", "launch_us"} <= found["sizes"][0]["base"].keys()
     for files, words, message in (
         ((base, run), (), "is a run of dtbench, expected a topology"),
-        ((run, base), (), "is a run of dtbench, expected a topology"),
+        ((run, base), (), "is a topology, expected a dtbench run"),
         ((base, tmp_path / "none"), (), "cannot read"),
         ((base, head), ("--export", f"bmf:{tmp_path / 'x'}"), "--export writes times of runs"),
     ):
