@@ -12,7 +12,7 @@ from dtbench.engine.progress import params_of
 from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
-from dtbench.stats.dispatch_headline import FEWEST_CASES, SINGLE_OPS, added_times, kind_of
+from dtbench.stats.dispatch_headline import FEWEST_CASES, PYTORCH_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.stats.layout import shared_cores
 from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
@@ -99,6 +99,15 @@ def _findings(suite: str, cases: Sequence[_Case]) -> Iterator[str]:
         yield from describe_added_time((*name, seconds) for name, seconds in zip(names, times, strict=True))
         kinds = group_by(zip(names, cases, strict=True), lambda pair: kind_of(*pair[0]))
         yield from (f"{kind}: {_finding([case for _, case in pairs])}" for kind, pairs in kinds.items())
+        if any(
+            result.name.startswith(PYTORCH_CASES) and "instructions" not in result.counters
+            for case in cases
+            for _, result in case.values()
+        ):
+            yield (
+                f"{PYTORCH_CASES}* without instruction counts: torch cannot read a hardware counter here; use Linux, "
+                "kernel.perf_event_paranoid of at most 2, and a machine that is not virtual"
+            )
     else:
         yield _finding(cases)
     yield from describe_slow_floors(times)

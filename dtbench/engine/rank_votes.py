@@ -221,6 +221,31 @@ class LiveWorld:
         return self._meshes[shape]
 
 
+class SimulatedWorld(LiveWorld):
+    """`suite.World`: rank 0 of simulated ranks. A one-dimensional mesh may have more ranks than the process group."""
+
+    def _make(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        if len(shape) > 1 or shape[0] <= self.world_size:
+            return super()._make(shape, names)
+        from torch.distributed import distributed_c10d
+        from torch.distributed.device_mesh import DeviceMesh
+
+        # The public functions make no group larger than the default one. Replacing the default group would end the
+        # meshes of cases that are measured in turn with this one. Destroying the default group destroys this one, too.
+        group, _ = distributed_c10d._new_process_group_helper(
+            shape[0],
+            self.rank,
+            [],
+            "fake",
+            distributed_c10d._get_default_store(),
+            distributed_c10d.GroupName(f"simulated {shape[0]}"),
+            timeout=distributed_c10d.default_pg_timeout,
+        )
+        distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(shape[0])}
+        mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=names)
+        return self._meshes.setdefault(shape, mesh)
+
+
 def select_device(device_type: str, local_rank: int) -> torch.device:
     """Returns this rank's device, after making it the current one."""
     import torch
@@ -248,7 +273,7 @@ def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
 
     dist.init_process_group("fake", rank=0, world_size=SIMULATED_RANKS, store=FakeStore())
     try:
-        yield LiveWorld(0, SIMULATED_RANKS, device, (("ranks", SIMULATED_RANKS),))
+        yield SimulatedWorld(0, SIMULATED_RANKS, device, (("ranks", SIMULATED_RANKS),))
     finally:
         dist.destroy_process_group()
 

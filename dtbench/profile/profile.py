@@ -12,7 +12,6 @@ from dtbench.engine.measure import Subject, measure
 from dtbench.engine.progress import print_status, print_status_if_slow
 from dtbench.engine.rank import silence_torch
 from dtbench.engine.rank_env import find_rank_env
-from dtbench.engine.rank_votes import SIMULATED_RANKS
 from dtbench.engine.tasks import Task
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_INTERRUPTED, EXIT_OK, print_error
 from dtbench.machine.device import choose_device, count_ranks
@@ -56,8 +55,7 @@ def _profile_calls(request: ProfileRequest, tasks: Sequence[Task], device_type: 
     from dtbench.profile import calls
 
     print_status(
-        f"{plural(len(tasks), 'case')} to profile on {SIMULATED_RANKS} simulated ranks, on one thread, into "
-        f"{request.folder}"
+        f"{plural(len(tasks), 'case')} to profile on simulated ranks, on one thread, into {request.folder}"
     )
     tables: list[CallStages] = []
     folded: dict[str, Mapping[tuple[str, ...], float]] = {}

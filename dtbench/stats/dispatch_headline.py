@@ -29,6 +29,8 @@ SINGLE_OP_PARAMS = {"mesh": "8", "pass": "forward", "call": "cached"}
 # With fewer cases, a mean or median depends too much on which cases were measured.
 FEWEST_CASES = 5
 
+# Prefix of the cases that pytorch's own benchmarks measure under the same names: benchmarks/dynamo/pr_time_benchmarks.
+PYTORCH_CASES = "dtensor_dispatch_"
 _MOVES = ("redistribute", "full_tensor", "distribute_tensor")
 # Value of the param `pass` -> suffix of the kind. Kinds differ by pass, since a call costs more once autograd records
 # it.
@@ -50,6 +52,8 @@ def kind_of(name: str, params: Mapping[str, Param]) -> str:
     """Returns the kind of a case, in words. Means are taken over cases of one kind only."""
     if params.get("call") in ("first", "busy"):
         return "first calls" if params["call"] == "first" else "calls while the GPU is at earlier work"
+    if name.startswith(PYTORCH_CASES):
+        return "calls of pytorch's own DTensor benchmarks"
     if name in _MOVES:
         source, _, target = str(params.get("placements")).partition("->")
         return "redistributions to the same placement" if source == target else "redistributions"

@@ -109,7 +109,11 @@ class World(Protocol):
     mesh: DeviceMesh
 
     def mesh_of(self, shape: tuple[int, ...]) -> DeviceMesh:
-        """Returns a mesh of all ranks in another shape. Calls with equal shapes return the same mesh."""
+        """Returns a mesh of all ranks in another shape. Calls with equal shapes return the same mesh.
+
+        In a "simulated" suite, a one-dimensional shape may have more ranks: (256,) is a fake group of 256 ranks, beside
+        the group of 8.
+        """
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from dtbench.cli.run import _original_argv
 from dtbench.engine.findings import describe_slow_floors, findings, next_commands
@@ -87,6 +88,24 @@ def test_each_kind_of_call_has_its_own_mean() -> None:
         "dispatch: first calls: 3 results, fastest relu mesh=8 pass=forward call=first placements=S(0) local at "
         "1.00 ms, slowest relu mesh=8 pass=forward call=first placements=S(0) torch at 9.00 ms"
     )
+
+
+def test_missing_instruction_counts_are_reported_once() -> None:
+    def pytorch_results(counters: dict[str, float]) -> list[Result]:
+        return [
+            structs.replace(timed("dispatch", f"dtensor_dispatch_{name}", impl, 1e-5), counters=counters)
+            for name in ("view", "random")
+            for impl in ("core", "torch")
+        ]
+
+    words = "dtensor_dispatch_* without instruction counts"
+    lines = findings(made_up.run([*pytorch_results({}), *single_ops(5)]))
+    assert [words in line for line in lines].count(True) == 1
+    assert any(
+        line.startswith("dispatch: calls of pytorch's own DTensor benchmarks: 4 results") for line in lines
+    )
+    assert words not in str(findings(made_up.run(pytorch_results({"instructions": 1e5}))))
+    assert words not in str(findings(made_up.run(single_ops(5))))
 
 
 def test_slow_floor_is_reported_as_no_floor() -> None:

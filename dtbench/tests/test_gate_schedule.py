@@ -385,8 +385,9 @@ def test_the_level_shrinks_with_the_family_and_the_looks() -> None:
 
 
 def test_only_hard_counters_that_rise_count() -> None:
-    base = {"python_calls": 41.0, "allocations": 2.0, "skew_s": 0.1, "collectives": 1.0}
-    head = {"python_calls": 43.0, "allocations": 1.0, "skew_s": 0.2, "collectives": 1.0, "bytes_copied": 9.0}
+    base = {"python_calls": 41.0, "allocations": 2.0, "skew_s": 0.1, "collectives": 1.0, "instructions": 1e5}
+    head = {"python_calls": 43.0, "allocations": 1.0, "skew_s": 0.2, "collectives": 1.0, "instructions": 2e5}
+    head["bytes_copied"] = 9.0
     assert rises(base, head) == {"python_calls": Counts(41.0, 43.0)}
     assert rises(base, head, frozenset({"python_calls"})) == {}
 

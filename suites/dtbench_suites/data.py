@@ -77,6 +77,34 @@ class Place:
             return part
         return self.api.DTensor.from_local(part, self.mesh, self.placements(text), run_check=False)
 
+    def mismatch(
+        self,
+        got: Any,
+        text: str,
+        shape: tuple[int, ...],
+        local: torch.Tensor,
+        name: str = "the result",
+        rtol: float = 0.0,
+        may_be_plain: bool = False,
+    ) -> str | None:
+        """Compares a DTensor's placements, global shape and local values. Returns a one-line message, or None.
+
+        Args:
+            text: the placement on every mesh dim.
+            shape: the global shape.
+            local: this rank's values.
+            rtol: see `mismatch`.
+            may_be_plain: whether `got` may be a plain local tensor, as it always may if `impl` is "local".
+        """
+        if hasattr(got, "placements"):
+            want = self.placements(text)
+            if list(got.placements) != want or got.shape != shape:
+                return f"{name} is {got.placements} {tuple(got.shape)}, expected {want} {tuple(shape)}"
+            got = got.to_local()
+        elif self.impl != "local" and not may_be_plain:
+            return f"{name} is a plain {type(got).__name__}, expected a DTensor"
+        return mismatch(got, local, name, rtol)
+
 
 def placement(api: Any, text: str) -> Any:
     """Parses `S(0)`, `R`, `P` or `P(avg)` into a placement of the library `api`."""

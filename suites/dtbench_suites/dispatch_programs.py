@@ -2,24 +2,33 @@
 
 Each program is written once against the DTensor API and runs with dtbench_core and torch.distributed.tensor. The
 simulated process group moves no data, so only global shape and dtype of the results are checked. The redistribute and
-tensor_parallel suites check the values on real ranks.
+tensor_parallel suites check the values on real ranks. The cases of pytorch's own benchmarks are also checked against
+plain torch, where the process group defines the values.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtbench.stats.dispatch_headline import PYTORCH_CASES
 from dtbench.suite import Workload
-from dtbench_suites.data import Place, parallel_api
+from dtbench_suites.data import Place, mismatch, parallel_api, shard_of
 
 WORLD = 8  # ranks of the simulated process group
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 FOREACH_TENSORS = 10  # tensors of a foreach op and of an optimizer step
+# Ranks and global shape of the cases of pytorch's own benchmarks.
+PYTORCH_RANKS, PYTORCH_SHAPE = 256, (10, 10)
+# Calls whose instructions are counted. pytorch's benchmark_base.py takes the minimum of 5 or, in earlier versions, of
+# these 9 after an uncounted one.
+COUNTED_CALLS = 9
 
 Call = Callable[[], Any]
 # The values of the param `pass`: a plain call, a call that autograd records, a call and its gradients.
@@ -37,6 +46,8 @@ class TimedProgram:
         local: whether the impl "local" exists, which needs a counterpart in plain torch.
         flat: whether it is measured on the 1-D mesh only.
         quick: whether it is part of quick runs.
+        calls_per_sample: see `Case`; None for the number of the pass.
+        check: (place, call) -> error text or None. By default, shape and dtype of the result are checked.
     """
 
     name: str
@@ -47,6 +58,8 @@ class TimedProgram:
     local: bool = True
     flat: bool = False
     quick: bool = True
+    calls_per_sample: int | None = None
+    check: Callable[[Place, Call], str | None] | None = None
 
 
 def ones(place: Place, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
@@ -266,6 +279,153 @@ PROGRAMS = (
 )
 
 
+# ---- pytorch's own DTensor benchmarks ----
+# Names, shapes, placements and the work of a call are those of pytorch's file
+# benchmarks/dynamo/pr_time_benchmarks/benchmarks/dtensor.py.
+
+
+def check_with_plain_torch(place: Place, call: Any) -> str | None:
+    """Compares the result with that of plain torch for the same values and the same random numbers."""
+    inputs = [t if place.impl == "local" else t.to_local() for t in call.args]
+    with torch.random.fork_rng(devices=[] if place.device.type == "cpu" else [place.device]):
+        want = call.func(*(t.clone() for t in inputs))
+    got = call()
+    if isinstance(want, Tensor):
+        return place.mismatch(got, "R", want.shape, want, "the result")
+    return None if got is want else f"the result is {got!r:.80}, expected {want}"
+
+
+def check_ones(
+    texts: Sequence[str], shape_only: Sequence[int], place: Place, call: Callable[[], tuple[Any, ...]]
+) -> str | None:
+    """Checks that the results have their placements, and that their values are ones.
+
+    Args:
+        texts: the placement of each result.
+        shape_only: indices of the results whose values are not checked: what the fake process group writes as the
+            result of that collective depends on torch's version.
+    """
+    for index, (got, text) in enumerate(zip(call(), texts, strict=True)):
+        if index in shape_only:
+            got.to_local().fill_(1.0)
+        local = shard_of(torch.ones(PYTORCH_SHAPE, device=place.device), text, 0, PYTORCH_RANKS)
+        if wrong := place.mismatch(got, text, PYTORCH_SHAPE, local, f"result {index}"):
+            return wrong
+    return None
+
+
+def to_from_local(place: Place, pass_: str) -> Call:
+    tensor, mesh, api = ones(place, PYTORCH_SHAPE, "R"), place.mesh, place.api
+    return lambda: (api.DTensor.from_local(tensor.to_local(), mesh, [api.Replicate()]),)
+
+
+def collectives(place: Place, pass_: str) -> Call:
+    """A slice, an all-to-all, an all-gather; an all-reduce and a reduce-scatter of pending sums."""
+    replicated, pending, api = ones(place, PYTORCH_SHAPE, "R"), ones(place, PYTORCH_SHAPE, "P"), place.api
+    return lambda: (
+        sliced := replicated.redistribute(placements=[api.Shard(0)]),
+        exchanged := sliced.redistribute(placements=[api.Shard(1)]),
+        exchanged.redistribute(placements=[api.Replicate()]),
+        pending.redistribute(placements=[api.Replicate()]),
+        pending.redistribute(placements=[api.Shard(0)]),
+    )
+
+
+def add_backward(place: Place, pass_: str) -> Call:
+    """Sum of tensors with different placements, and the gradients of their local tensors, which accumulate."""
+    leaves = [torch.ones(s, device=place.device, requires_grad=True) for s in ((2, 512), (512, 2))]
+    a, b = (
+        place.api.DTensor.from_local(leaf, place.mesh, place.placements(text))
+        for leaf, text in zip(leaves, ("S(0)", "S(1)"), strict=True)
+    )
+
+    def call() -> list[Tensor]:
+        (a + b).sum().backward()
+        return leaves
+
+    return call
+
+
+def check_gradients(place: Place, call: Call) -> str | None:
+    """Checks the gradients of the local tensors. Those of a sum are ones, whatever values the fake group moves."""
+    for leaf in call():
+        leaf.grad = torch.zeros_like(leaf)
+    messages = (mismatch(leaf.grad, torch.ones_like(leaf), "a gradient") for leaf in call())
+    return next(filter(None, messages), None)
+
+
+PYTORCH_PROGRAMS = (
+    TimedProgram(
+        "dtensor_dispatch_to_from_local",
+        "R",
+        to_from_local,
+        None,
+        local=False,
+        check=partial(check_ones, ["R"], ()),
+    ),
+    TimedProgram(
+        "dtensor_dispatch_collectives",
+        "R,P",
+        collectives,
+        None,
+        local=False,
+        calls_per_sample=1,  # a call takes milliseconds
+        check=partial(check_ones, ["S(0)", "S(1)", "R", "R", "S(0)"], (1, 2, 4)),
+    ),
+    TimedProgram(
+        "dtensor_dispatch_add_backward",
+        "S(0),S(1)",
+        add_backward,
+        None,
+        (BACKWARD,),
+        local=False,
+        check=check_gradients,
+    ),
+    *(
+        op(
+            name,
+            placements,
+            [PYTORCH_SHAPE] * (1 + placements.count(",")),
+            fn,
+            None,
+            check=check_with_plain_torch,
+        )
+        for name, placements, fn in (
+            ("dtensor_dispatch_detach", "R", lambda a: a.detach()),
+            ("dtensor_dispatch_inplace", "R,R", lambda a, b: a.add_(b)),
+            ("dtensor_dispatch_view", "R", lambda a: a.view(100)),
+            ("dtensor_dispatch_random", "R", lambda a: a.uniform_()),
+            ("dtensor_dispatch_custom_handler", "R,R", lambda a, b: torch.ops.aten.is_same_size(a, b)),
+        )
+    ),
+)
+
+
+def count_instructions(call: Call) -> dict[str, float]:
+    """Returns the instructions of the cheapest of some calls, or nothing if torch cannot read a hardware counter here.
+
+    torch's counter then prints to stderr from C++ code, and returns 0, or -1 as an unsigned number of 64 bits.
+    """
+    counter = getattr(torch._C, "_instruction_counter", None)
+    if counter is None:
+        return {}
+    counts, stderr = [], os.dup(2)
+    try:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        for _ in range(1 + COUNTED_CALLS):
+            started = counter.start()
+            call()
+            counts.append(counter.end(started))
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+    return {"instructions": min(counts[1:])} if min(counts) > 0 and max(counts) < 2**63 else {}
+
+
+# ---- workloads ----
+
+
 def check_result(program: TimedProgram, place: Place, pass_: str, call: Call) -> str | None:
     got = call()
     if pass_ != FORWARD and not got.requires_grad:
@@ -280,4 +440,13 @@ def check_result(program: TimedProgram, place: Place, pass_: str, call: Call) ->
 
 def build_program(program: TimedProgram, place: Place, pass_: str) -> Workload:
     call = program.build(place, pass_)
-    return Workload(run=call, check=partial(check_result, program, place, pass_, call))
+    return Workload(
+        run=call,
+        # The other impls draw from the same generator. In its next draw, the core compares the states of the ranks,
+        # which a program that draws only from DTensors never pays for.
+        before=call if program.name == "dtensor_dispatch_random" else None,
+        check=partial(program.check, place, call)
+        if program.check
+        else partial(check_result, program, place, pass_, call),
+        counters=partial(count_instructions, call) if program.name.startswith(PYTORCH_CASES) else None,
+    )

@@ -12,11 +12,11 @@ from dtbench.suite import Case, RunOptions
 from dtbench.suite.registry import load
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_suites import collectives, dispatch, redistribute
-from dtbench_suites.dispatch_programs import PROGRAMS
+from dtbench_suites.dispatch_programs import PROGRAMS, PYTORCH_PROGRAMS
 
 SIZES = (1024, 65536, 10**6)
 # Programs without a counterpart in plain torch.
-NO_FLOOR = {(p.name, p.placements) for p in PROGRAMS if not p.local}
+NO_FLOOR = {(p.name, p.placements) for p in (*PROGRAMS, *PYTORCH_PROGRAMS) if not p.local}
 
 # Cases with the impl "wrapped": calls of single ops without a backward pass, except from_local and to_local.
 WRAPPED = {

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 # of placement in all regimes.
 CASES = "\n".join(
     [
-        *("mesh=8 pass=", "collectives ", "groups=together mode=isolated", "'redistribute S(0)->S(1) '"),
+        *("mesh=8 pass=", "dtensor_dispatch"),
+        *("collectives ", "groups=together mode=isolated", "'redistribute S(0)->S(1) '"),
         *(f"tensor_parallel {name} mesh_dim=tp" for name in ("addmm", "mlp", "block", "loss")),
         *(f"embedding {name} mesh_dim=tp" for name in ("row-wise", "column-wise", "table-wise")),
         *("overlap all_reduce mesh_dim=tp", "bucketer reduce_scatter mesh_dim=tp"),
@@ -124,9 +125,9 @@ def test_pytest_on_several_ranks_writes_one_file(pytest_form: Any):
     assert len(list((folder / "storage").rglob("*.json"))) == 1
     benchmarks = json.loads((folder / "run.json").read_text())["benchmarks"]
     assert len({benchmark["fullname"] for benchmark in benchmarks}) == len(benchmarks)
-    # detach: forward, cached on two meshes (4 impls each) and first on one (2 impls)
+    # detach: forward, cached on two meshes (4 impls each) and first on one (2 impls); dtensor_dispatch_detach (3 impls)
     suites = Counter(benchmark["extra_info"]["suite"] for benchmark in benchmarks)
-    assert suites == {"dispatch": 10, "redistribute": 36, "collectives": 2}
+    assert suites == {"dispatch": 13, "redistribute": 36, "collectives": 2}
     for info, stats in ((benchmark["extra_info"], benchmark["stats"]) for benchmark in benchmarks):
         assert stats["rounds"] == len(stats["data"]) == 7
         assert min(stats["data"]) == stats["min"] > 0
@@ -142,7 +143,7 @@ def test_pytest_in_one_process_measures_simulated_suites_and_skips_the_others():
     words = "-m pytest suites --dtbench-quick --dtbench-rounds 3 -p no:cacheprovider -k"
     done = start_python(*words.split(), "detach or scatter or (dropout and torch)")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "16 passed" in done.stdout
+    assert "19 passed" in done.stdout
     assert "needs several ranks: torchrun --nproc-per-node 4 -m pytest" in done.stdout
 
 
