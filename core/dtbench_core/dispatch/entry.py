@@ -134,6 +134,7 @@ _overrides: dict[Call, Call] = {
     torch.ops.higher_order.cond: _refuse_cond,
     torch.is_same_size: _is_same_size,
     torch.Tensor.is_same_size: _is_same_size,
+    torch.ops.aten.is_same_size: lambda self, other: _is_same_size(self, other),
     # `1 / x`, as two calls whose plans hold for all values of the number.
     torch.Tensor.__rdiv__: lambda self, other: self.reciprocal() * other,
 }
@@ -145,6 +146,7 @@ _overrides_under_modes = {
     torch.nn.functional.one_hot,
     torch.is_same_size,
     torch.Tensor.is_same_size,
+    torch.ops.aten.is_same_size,
     torch.Tensor.__rdiv__,
     torch.ops.higher_order.cond,
 }

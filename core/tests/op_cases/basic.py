@@ -205,6 +205,7 @@ OPS |= {
     "equal": values(lambda a: a.new_full((1,), torch.equal(a, a * 1))),
     "equal_op": values(lambda a: a.new_full((1,), torch.ops.aten.equal(a, a * 1))),
     "same_size": values(lambda a: a.new_full((1,), torch.ops.aten.is_same_size(a, a.t()))),
+    "same_size_op": values(lambda a: a.new_full((1,), torch.ops.aten.is_same_size.default(a, a.t()))),
     "clone": Op(torch.clone),
     "mlp": Op(_mlp, ((4, 8, 4), (8, 4), (4, 8)), ((3, 5, 2), (3, 2), (2, 3))),
     "sdpa": Op(F.scaled_dot_product_attention, ((4, 4, 2, 2),) * 3, ((3, 5, 2, 2),) * 3),
