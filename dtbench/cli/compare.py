@@ -65,7 +65,12 @@ def compare_command(
             raise click.UsageError(
                 "--export writes times of runs, but these are topologies: use --json instead"
             )
-        return _compare_topologies(base, head, as_json)
+        from dtbench.comparison.topology_comparison import compare_topologies, print_topology_comparison
+        from dtbench.records.topology import read_topology
+
+        topologies = compare_topologies(read_topology(base), read_topology(head))
+        print_topology_comparison(topologies, as_json)
+        return topologies.exit_code
     from dtbench.comparison.run_comparison import compare_runs, print_comparison
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
@@ -75,15 +80,6 @@ def compare_command(
     print_comparison(comparison, as_json)
     if exports:
         write_exports(comparison.points, exports)
-    return comparison.exit_code
-
-
-def _compare_topologies(base: Path, head: Path, as_json: bool) -> int:
-    from dtbench.comparison.topology_comparison import compare_topologies, print_topology_comparison
-    from dtbench.records.topology import read_topology
-
-    comparison = compare_topologies(read_topology(base), read_topology(head))
-    print_topology_comparison(comparison, as_json)
     return comparison.exit_code
 
 

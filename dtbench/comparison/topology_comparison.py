@@ -23,8 +23,7 @@ from dtbench.grouping import group_by
 from dtbench.records.comparison import Change, ComparedCase, Verdict
 from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve, TableRow
 from dtbench.stats import FAMILY_P
-from dtbench.text.table import TableColumn
-from dtbench.text.terminal import MAX_ROWS, new_console, print_line, print_table
+from dtbench.text.terminal import MAX_ROWS, new_console, print_columns, print_line
 from dtbench.text.units import format_interval, format_size, interval_or_none, plural, significant
 
 # Facts without which times say nothing about a change of the same links.
@@ -116,7 +115,7 @@ def compare_topologies(base: CalibratedTopology, head: CalibratedTopology) -> To
     return TopologyComparison(
         kind="topology comparison",
         exit_code=exit_code_of(rows),
-        notes=tuple(_notes(base, head, setup, [size.case for size in chain(*sizes.values())])),
+        notes=_notes(base, head, setup, [size.case for size in chain(*sizes.values())]),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=tuple(rows),
         nothing_shared="" if sizes else "nothing to compare: the two topologies have no call in common",
@@ -329,34 +328,40 @@ def _notes(
     head: CalibratedTopology,
     setup: Mapping[str, tuple[str, str]],
     cases: Sequence[ComparedCase],
-) -> Iterator[str]:
-    yield from (f"{name}: {_sides(values)}" for name, values in setup.items())
-    if {run.run_id for run in base.runs} & {run.run_id for run in head.runs}:
-        yield "the same run is on both sides"
-    if any(case.verdict in (Verdict.SLOWER, Verdict.FASTER) for case in cases):
-        yield (
-            f"{plural(len(cases), 'time')} compared; at most {FAMILY_P:.0%} of the changes are expected to be chance; "
-            "other load on the machine or its network looks like a slower link"
-        )
-    if any(case.effect and case.effect.p_slower is None for case in cases):
-        yield "a side lacks the times of its launches, so 90% intervals decide; calibrate its runs again for a test"
+) -> tuple[str, ...]:
+    is_same_run = {run.run_id for run in base.runs} & {run.run_id for run in head.runs}
+    has_changes = any(case.verdict in (Verdict.SLOWER, Verdict.FASTER) for case in cases)
+    lacks_test = any(case.effect and case.effect.p_slower is None for case in cases)
+    notes = {
+        "the same run is on both sides": is_same_run,
+        f"{plural(len(cases), 'time')} compared; at most {FAMILY_P:.0%} of the changes are expected to be chance; "
+        "other load on the machine or its network looks like a slower link": has_changes,
+        "a side lacks the times of its launches, so 90% intervals decide; "
+        "calibrate its runs again for a test": lacks_test,
+    }
+    return (
+        *(f"{name}: {_sides(values)}" for name, values in setup.items()),
+        *(note for note, applies in notes.items() if applies),
+    )
 
 
 def print_topology_comparison(comparison: TopologyComparison, as_json: bool = False) -> None:
     """Prints the constants, a table of calls per mesh dim with the gravest first, and notes; or strict JSON."""
     if comparison.constants and not as_json:
         console, constants = new_console(), comparison.constants[:MAX_ROWS]
-        columns = [
-            TableColumn(
-                "verdict", [c.verdict for c in constants], styles=[c.verdict.colour for c in constants]
-            ),
-            TableColumn("mesh dim", [constant.mesh_dim for constant in constants]),
-            TableColumn("constant", [constant.name for constant in constants]),
-            TableColumn("base (90% interval)", [_bounded(constant.base) for constant in constants], True),
-            TableColumn("head (90% interval)", [_bounded(constant.head) for constant in constants], True),
-            TableColumn("reason", [constant.reason for constant in constants]),
-        ]
-        print_table(console, columns)
+        print_columns(
+            console,
+            [
+                ("verdict", [constant.verdict for constant in constants]),
+                ("mesh dim", [constant.mesh_dim for constant in constants]),
+                ("constant", [constant.name for constant in constants]),
+            ],
+            [
+                ("base (90% interval)", [_bounded(constant.base) for constant in constants]),
+                ("head (90% interval)", [_bounded(constant.head) for constant in constants]),
+            ],
+            [("reason", [constant.reason for constant in constants])],
+        )
         print_line(console, "")
     print_comparison(comparison, as_json)
 

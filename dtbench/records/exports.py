@@ -175,7 +175,7 @@ def hud(points: Sequence[Point]) -> str:
             "reason": point.remark,
             "interval_us": point.range_us,
         }
-        arms = {mode: point.launch_s}
+        arms = {mode: point.launch_s or (point.time_s,)}
         if point.base_s is not None:
             arms = {"base": (point.base_s,), "head": (point.time_s,)}
         metrics = [(arm, "latency", "us", [time_s * 1e6 for time_s in times]) for arm, times in arms.items()]
