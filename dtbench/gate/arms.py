@@ -11,6 +11,7 @@ the gate's copy.
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
 from dtbench.engine.workers import scratch
@@ -127,6 +129,7 @@ def open_arms(
     head: str,
     say: Callable[[str], None] = lambda _text: None,
     encode_options: Callable[[Arm], bytes] = lambda _arm: b"",
+    limit_s: float = math.inf,
 ) -> Iterator[tuple[Arm, Arm]]:
     """Builds both arms; removes their files at the end.
 
@@ -135,6 +138,7 @@ def open_arms(
         head: text of the arm head.
         say: prints a progress line.
         encode_options: returns the gate's options for an arm, as JSON, to check its selections. b"": no check.
+        limit_s: limit on loading torch and the suites, seconds.
 
     Raises:
         UsageError: the text does not name an arm, or git does not know the revision.
@@ -143,7 +147,7 @@ def open_arms(
     with scratch() as folder:
         built = [_built(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
         with ThreadPoolExecutor() as pool:  # in parallel: each imports torch
-            base_arm, head_arm = pool.map(_probed, built, map(encode_options, built))
+            base_arm, head_arm = pool.map(_probed, built, map(encode_options, built), repeat(limit_s))
         for role, arm in (("base", base_arm), ("head", head_arm)):
             say(f"{role} {arm.text}: {arm.note}")
         yield base_arm, head_arm
@@ -273,14 +277,15 @@ def _own_sources() -> dict[str, Path]:
     return sources
 
 
-def _probed(arm: Arm, options: bytes) -> Arm:
+def _probed(arm: Arm, options: bytes, limit_s: float) -> Arm:
     """Returns the arm with the facts that its interpreter reports."""
+    limit_s = min(limit_s, _PROBE_TIMEOUT_S)
     try:
         done = subprocess.run(
             [arm.python, "-P", "-c", _PROBE, *arm.path[1:]],
             input=options,
             capture_output=True,
-            timeout=_PROBE_TIMEOUT_S,
+            timeout=limit_s,
             check=False,
             cwd=arm.root,
             env={**os.environ, **arm.env, "PYTHONPATH": os.pathsep.join(arm.path)},
@@ -290,7 +295,8 @@ def _probed(arm: Arm, options: bytes) -> Arm:
         why = (
             str(error)
             if isinstance(error, OSError)
-            else f"no answer after {_PROBE_TIMEOUT_S:g} s; torch or a suite hangs on import"
+            else f"no answer after {limit_s:.3g} s; torch or a suite hangs on import"
+            f"{', or --budget is too short' if limit_s < _PROBE_TIMEOUT_S else ''}"
         )
         raise ArmError(f"{arm.text}: {mask(arm.python)} does not answer: {why}") from error
     except (ValueError, IndexError) as error:

@@ -20,9 +20,9 @@ from dtbench.errors import OutputError, UsageError
 from dtbench.gate import control, outputs
 from dtbench.gate.arms import Arm, open_arms
 from dtbench.gate.benchmark import Benchmark, Key
-from dtbench.gate.launcher import ROUNDS_TOGETHER, Counted, Launcher, Limits
+from dtbench.gate.launcher import Counted, Launcher, Limits
 from dtbench.gate.options import GateOptions
-from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, GateSchedule, OutOfTimeError
+from dtbench.gate.schedule import MOST_LAUNCHES, SCREEN_ROUNDS, TEST_LOOKS, GateSchedule, OutOfTimeError
 from dtbench.gate.verdict import compared_case, describe_counters, exit_code_of, rises
 from dtbench.records import exports
 from dtbench.records.atomic import write_atomically
@@ -31,6 +31,9 @@ from dtbench.records.gate import ArmRecord, Gate, Trust, encode_gate
 from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
+# Durations of the screening and of a fresh pair, as multiples of the duration of counting. All three load torch and run
+# each benchmark. Measured with 1, 10 and 55 benchmarks on two cores, within a third.
+SCREEN_PER_COUNT, PAIR_PER_COUNT = 2.5, 0.5
 _NARROW = "name fewer benchmarks, such as dispatch/relu"
 
 
@@ -63,7 +66,9 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
 
     with contextlib.ExitStack() as stack:
         with print_status_if_slow("making base and head ready", say):
-            base, head = stack.enter_context(open_arms(options.base, options.head, say, encode_options))
+            base, head = stack.enter_context(
+                open_arms(options.base, options.head, say, encode_options, budget_s)
+            )
         shared_problems = [
             b if b == h else f"in base: {b}; in head: {h}"
             for b, h in zip(base.problems, head.problems, strict=False)
@@ -142,12 +147,11 @@ class GateRun:
             ]
             schedule = GateSchedule(remaining, controls, self.launcher.launch, seed, self.say)
             self.say(_announcement(remaining, counted_s, self.options.budget_s))
-            timed = time.monotonic()
             compared, trust = schedule.run()
             self.verdicts |= {case.key: case for case in compared}
             launches, stopped = schedule.evidence.launches, schedule.evidence.stopped
             if stopped:
-                self.notes.append(stopped + _remedy(launches, time.monotonic() - timed))
+                self.notes.append(stopped + _remedy(launches, time.monotonic() - counting))
         if not self.with_control:
             self.notes.append(
                 "the arms share neither torch nor Python, so there is no control: only base against itself checks "
@@ -266,10 +270,11 @@ def _broken(key: Key, counted: Mapping[str, Counted]) -> tuple[Verdict, str] | N
 
 def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: float | None) -> str:
     """Returns a line about how long the launches will take, estimated from how long counting took."""
-    # Importing torch takes most of the time. Counting starts the loaders of several rounds; launches on real ranks
-    # import torch each time.
-    counted = 2 if any(b.world == "ranks" for b in benchmarks) else 3 * ROUNDS_TOGETHER
-    first_s, all_s = (counted_s / counted * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
+    if any(b.world == "ranks" for b in benchmarks):  # each launch imports torch, as the two of counting did
+        first_s, all_s = (counted_s / 2 * launches for launches in (3 * SCREEN_ROUNDS, MOST_LAUNCHES))
+    else:
+        first_s = SCREEN_PER_COUNT * counted_s
+        all_s = first_s + PAIR_PER_COUNT * counted_s * TEST_LOOKS[-1]
     end = (
         "there is no --budget"
         if budget_s is None
@@ -282,8 +287,14 @@ def _announcement(benchmarks: Sequence[Benchmark], counted_s: float, budget_s: f
 
 
 def _remedy(launches: int, spent_s: float) -> str:
-    """Returns advice after a spent budget: the missing time, estimated from the launches so far."""
+    """Returns advice after a spent budget: the missing time, estimated from the launches so far.
+
+    Args:
+        launches: number of timed launches.
+        spent_s: time spent on counting and on these launches, seconds.
+    """
     if not launches:
         return f": give --budget more, or {_NARROW}"
-    more_s = spent_s / launches * max(MOST_LAUNCHES - launches, 1)
+    # A loader serves two launches of a pair, and three of the screening or of counting.
+    more_s = 1.5 * spent_s / (3 + launches) * max(MOST_LAUNCHES - launches, 1)
     return f": {format_about(more_s)} more are needed; give --budget that much more, or {_NARROW}"

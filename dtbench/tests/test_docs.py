@@ -154,7 +154,8 @@ def test_readme_gives_the_commands_that_measure_and_test_a_fresh_clone() -> None
 def test_texts_stay_short() -> None:
     """The README is read on two screens, the docs in an hour; `results/` is cloned in seconds."""
     assert len((ROOT / "README.md").read_text()) <= 8_000
-    assert sum(len(page.read_text().split()) for page in PAGES) <= 15_000
+    read = [page for page in PAGES if page.name != "licences.md"]  # a list that .ci/licences writes
+    assert sum(len(page.read_text().split()) for page in read) <= 15_000
     git = ["git", "-C", str(ROOT), "ls-files", "results"]
     committed = subprocess.run(git, capture_output=True, text=True).stdout.split()
     assert sum((ROOT / name).stat().st_size for name in committed) <= 6_000_000

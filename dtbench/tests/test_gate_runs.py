@@ -88,6 +88,17 @@ def test_gate_announces_how_long_it_takes_before_it_times(
     assert "\r" not in err and all(line.startswith("gate: ") for line in err.splitlines())
 
 
+def test_announced_and_missing_times_follow_from_the_time_spent() -> None:
+    """Counting took 4 s. A screening and 22 pairs that follow it took 8 and 45 s."""
+    ranks = replace(SUM, world="ranks")
+    announced = [gates._announcement([benchmark], 4.0, None) for benchmark in (SUM, ranks)]
+    assert [re.findall(r"about (\d+) (s|min)", text) for text in announced] == [
+        [("10", "s"), ("54", "s")],
+        [("30", "s"), ("2", "min")],
+    ]
+    assert gates._remedy(15, 12.0).startswith(": about 44 s more are needed")
+
+
 def test_json_is_the_file_in_the_folder_which_is_not_replaced(gate: Gate) -> None:
     code, out, _ = gate({}, {"CALLS": "43"}, "--json")
     report = json.loads(out)
@@ -196,6 +207,15 @@ def test_an_interpreter_that_cannot_run_the_harness_is_named(dtbench: Cli, tmp_p
     program.chmod(0o755)
     code, _, err = dtbench("gate", "--base", f"python:{program}", "--head", "env:", "dispatch")
     assert code == 5 and "cannot run the harness: No module named torch" in err
+
+
+def test_interpreter_that_hangs_ends_with_the_budget(dtbench: Cli, tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    arm = f"python:{program}"
+    code, _, err = dtbench("gate", "--base", arm, "--head", arm, "dispatch", "--budget", "0.5s")
+    assert code == 5 and "no answer after 0.5 s; torch or a suite hangs on import, or --budget is" in err
 
 
 SUITE = """
@@ -410,7 +430,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "repository"
     (folder / "core" / "dtbench_core").mkdir(parents=True)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(arms, "_probed", lambda arm, _asked: arm)
+    monkeypatch.setattr(arms, "_probed", lambda arm, *_: arm)
     git("init", "-q")
     for number in (1, 2):
         for file in ("core/dtbench_core/__init__.py", "my_suite.py"):

@@ -43,6 +43,7 @@ SLOW = {
     "core/tests/test_coverage_tool.py::test_workers_*": "processes that judge ops, of which one is waited for",
     "core/tests/test_with_pytorch.py::test_*_of_torchs_database*": "hundreds of options of modules and optimizers",
     # The gate's launches are such starts, too; the fast tier judges made-up ones.
+    "dtbench/tests/test_bisect.py::test_bisection_with_real_gates*": "three gates with real launches",
     "dtbench/tests/test_gate_runs.py::test_real_launches*": "four launches that import torch",
     "dtbench/tests/test_gate_runs.py::test_real_arms*": "six processes that load torch",
     "dtbench/tests/test_gate_runs.py::test_real_revisions*": "four of them",
