@@ -11,7 +11,6 @@ the gate's copy.
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import repeat
 from pathlib import Path
 
 from dtbench.engine.workers import scratch
@@ -129,7 +127,7 @@ def open_arms(
     head: str,
     say: Callable[[str], None] = lambda _text: None,
     encode_options: Callable[[Arm], bytes] = lambda _arm: b"",
-    limit_s: float = math.inf,
+    limit_s: float = _PROBE_TIMEOUT_S,
 ) -> Iterator[tuple[Arm, Arm]]:
     """Builds both arms; removes their files at the end.
 
@@ -147,7 +145,7 @@ def open_arms(
     with scratch() as folder:
         built = [_built(text, folder / f"arm{n}") for n, text in enumerate((base, head))]
         with ThreadPoolExecutor() as pool:  # in parallel: each imports torch
-            base_arm, head_arm = pool.map(_probed, built, map(encode_options, built), repeat(limit_s))
+            base_arm, head_arm = pool.map(lambda arm: _probed(arm, encode_options(arm), limit_s), built)
         for role, arm in (("base", base_arm), ("head", head_arm)):
             say(f"{role} {arm.text}: {arm.note}")
         yield base_arm, head_arm

@@ -71,6 +71,7 @@ class Order:
         options: options of the arm's run.
         without: labels of benchmarks that are listed but not counted.
         call_s: for a timed launch: label -> rough time of one call in base, seconds. Other benchmarks are not timed.
+        top: for a counting launch of a revision: top folder of the working tree, else "".
     """
 
     mode: Literal["count", "time"]
@@ -78,6 +79,7 @@ class Order:
     options: RunOptions
     without: tuple[str, ...] = ()
     call_s: Mapping[str, float] = field(default_factory=dict)
+    top: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,9 @@ class Listing:
     Attributes:
         benchmarks: all benchmarks of the selections, and the control benchmarks.
         problems: reasons why selections have no benchmark.
+        working_tree_files: files that the launch imported from the working tree although the revision contains them.
     """
 
     benchmarks: tuple[Benchmark, ...]
     problems: tuple[str, ...]
+    working_tree_files: tuple[str, ...] = ()

@@ -189,6 +189,11 @@ class GateRun:
         base, head = self.launcher.count("base", "head")
         for name, arm, counted in (("base", self.arms[0], base), ("head", self.arms[1], head)):
             self.notes += [f"in {name}: {arm.explain(problem)}" for problem in counted.listing.problems]
+            if files := counted.listing.working_tree_files:
+                raise UsageError(
+                    f"{arm.text} imported {files[0]} of the working tree, not the file of its commit: add the folder "
+                    "that contains the package to PYTHONPATH, or uninstall its editable installation"
+                )
         if not self._selected(base) and not self._selected(head):
             impls = {b.key[2] for b in head.listing.benchmarks if b.key[0] != control.NAME}
             raise UsageError("; ".join(head.listing.problems) or self.options.missing_impls(impls))

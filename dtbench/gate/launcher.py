@@ -135,7 +135,16 @@ class Launcher:
                 for name in pending
             }
             launches = self._started(
-                (name, Order("count", self._selections[name], self._options, tuple(done[name])))
+                (
+                    name,
+                    Order(
+                        "count",
+                        self._selections[name],
+                        self._options,
+                        tuple(done[name]),
+                        top=str(self._arms[name].top or ""),
+                    ),
+                )
                 for name in pending
             )
             for name, launch in zip(tuple(pending), launches, strict=True):

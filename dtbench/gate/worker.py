@@ -9,7 +9,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import msgspec
 
@@ -125,12 +127,27 @@ def _count(order: Order, gate: GateConnection, world: registry.World) -> None:
         for task in [*tasks, *list_tasks([control.control], order.options)]
         for impl in task.impls
     )
-    gate.send(LISTING, Listing(benchmarks, tuple(problems)))
+    listing = Listing(benchmarks, tuple(problems))
+    gate.send(LISTING, listing)
     for task in (task for task in tasks if task.suite.world == "simulated"):
         for impl in task.impls:
             if (label := label_of(task.label, impl)) not in order.without:
                 gate.at(label)
                 gate.send(RESULT, count_call(task, impl, world))
+    gate.send(LISTING, replace(listing, working_tree_files=imported_from(order.top)))
+
+
+def imported_from(top: str) -> tuple[str, ...]:
+    """Returns the files that were imported from a working tree although the working directory contains a copy.
+
+    An editable installation can import a package from its folder, whatever PYTHONPATH is.
+
+    Args:
+        top: top folder of the working tree, "" for none.
+    """
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    paths = (Path(os.path.realpath(file)) for file in files if top and isinstance(file, str))
+    return tuple(str(file) for file in paths if file.is_relative_to(top) and file.relative_to(top).exists())
 
 
 def _time(order: Order, gate: GateConnection, world: registry.World) -> None:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from dtbench.errors import UsageError
-from dtbench.gate import arms, launcher
+from dtbench.gate import arms, launcher, worker
 from dtbench.gate import gate as gates
 from dtbench.gate.arms import Arm, open_arms, parse_variables
 from dtbench.gate.benchmark import Benchmark, SuiteSelection
@@ -296,6 +297,38 @@ def test_real_revisions_import_their_own_neighbours(
     assert code == 4, out + err
     verdicts = {benchmark["params"]["n"]: benchmark["verdict"] for benchmark in benchmarks_of_report()}
     assert verdicts == {10: "missing", 20: "new"}
+
+
+def test_real_revisions_are_refused_if_they_import_the_working_tree(dtbench: Cli, tmp_path: Path) -> None:
+    """The suite finds a module of the repository by its absolute path, as some editable installations do."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helper_beside.py").write_text("N = 10\n")
+    (tmp_path / "tiny.py").write_text(f"import sys\nsys.path.append({str(tmp_path / 'lib')!r})\n{NEIGHBOUR}")
+    git("init", "-q")
+    commit("a module in lib")
+    code, _, err = dtbench("gate", "--base", "rev:HEAD", "--head", "rev:HEAD", "tiny.py", "-o", "g")
+    assert code == 2 and f"rev:HEAD imported {tmp_path}/lib/helper_beside.py of the working tree" in err, err
+    assert "timing" not in err
+
+
+def test_modules_of_the_working_tree_are_those_that_the_checkout_contains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top, checkout = tmp_path / "top", tmp_path / "checkout"
+    files = [top / "lib" / f"{name}.py" for name in ("committed", "untracked")]
+    (tmp_path / "link").symlink_to(top)
+    for file in (*files, checkout / "lib" / "committed.py"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    for name, file in (
+        ("committed_file", tmp_path / "link" / "lib" / "committed.py"),
+        ("untracked_file", files[1]),
+        ("file_of_checkout", checkout / "lib" / "committed.py"),
+    ):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setattr(sys.modules[name], "__file__", str(file), raising=False)
+    monkeypatch.chdir(checkout)
+    assert (worker.imported_from(str(top)), worker.imported_from("")) == ((str(files[0]),), ())
 
 
 @pytest.mark.parametrize(
