@@ -112,7 +112,7 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
         low_s, high_s = interval_or_none(min(bounds), max(bounds)) or (None, None)
-        counts = [result.counters.get("instructions") for result in results]
+        counts = [result.counters.get("instructions", 0) for result in results]
         points.append(
             Point(
                 key,
@@ -121,7 +121,7 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
                 high_s,
                 launch_s=tuple(times),
                 busbw_Bps=tuple(result.busbw_Bps for result in results if result.busbw_Bps),
-                instructions=min((n for n in counts if isinstance(n, int) and n > 0), default=None),
+                instructions=min((int(n) for n in counts if n > 0 and float(n).is_integer()), default=None),
             )
         )
     return points
@@ -235,7 +235,7 @@ def pr_time(points: Sequence[Point]) -> str:
     }
     if uncounted := [name for name, values in metrics.items() if values["instruction_count"] is None]:
         print_error(
-            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions for it"
+            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions for them"
         )
     rows = ((name, *value) for name, values in metrics.items() for value in values.items())
     return "".join(f"{name},{metric},{value}\n" for name, metric, value in rows if value is not None)

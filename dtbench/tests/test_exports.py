@@ -204,7 +204,8 @@ def checked(text: str) -> dict[tuple[str, str], int]:
 
 
 def test_pr_time_reads_instructions_and_times(capsys: pytest.CaptureFixture[str]):
-    points = run_points([made_up.run([*dispatches(), made_up.result("dispatch", "add", "core", {}, [1e-6])])])
+    results = dispatches(dtensor_dispatch_detach_torch=1000.0)
+    points = run_points([made_up.run([*results, made_up.result("dispatch", "add", "core", {}, [1e-6])])])
     rows = checked(exports.pr_time(points))
     assert len(rows) == 8 * 2 * 2 and rows["dtensor_dispatch_detach", "instruction_count"] == 1000
     assert rows["dtensor_dispatch_custom_handler_core", "time_ns"] == 2000
@@ -223,7 +224,7 @@ def test_pr_time_leaves_out_missing_counters_and_says_so(
         *rows
     }
     assert capsys.readouterr().err.splitlines() == [
-        "dtbench: pr-time: no instruction_count of dtensor_dispatch_view: the run has no counter of instructions for it"
+        "dtbench: pr-time: no instruction_count of dtensor_dispatch_view: the run has no counter of instructions for them"
     ]
 
 
