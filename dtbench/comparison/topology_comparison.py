@@ -118,7 +118,10 @@ def compare_topologies(base: CalibratedTopology, head: CalibratedTopology) -> To
         notes=_notes(base, head, setup, [size.case for size in chain(*sizes.values())]),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=tuple(rows),
-        nothing_shared="" if sizes else "nothing to compare: the two topologies have no call in common",
+        nothing_shared=""
+        if sizes
+        else "nothing to compare: the two topologies have no call in common; their mesh dims are "
+        + _sides((", ".join(base_dims), ", ".join(head_dims))),
         machines_differ=machines_differ,
         setup=setup,
         constants=tuple(
