@@ -14,6 +14,8 @@ import yaml
 from packaging.utils import canonicalize_name
 
 from dtbench.cli.program import _COMMANDS, _HIDDEN, cli
+from dtbench.reporting.html.parts import PARTS
+from dtbench.reporting.html.section import Part
 from dtbench.tests import answers
 
 ROOT = Path(__file__).parents[2]
@@ -36,17 +38,31 @@ def _name(page: Path) -> str:
 @pytest.mark.parametrize("page", TEXTS, ids=_name)
 def test_options_that_pages_give_exist(page: Path) -> None:
     parts = [part for command, _, _ in _outputs(page) for part in re.split(r"[;|]| -- ", command)]
-    commands = [shlex.split(part, comments=True) for part in parts if "dtbench" in part]
-    for words in (words for words in commands if "dtbench" in words):
-        name, *arguments = words[words.index("dtbench") + 1 :]
-        command = cli.get_command(click.Context(cli), name)
-        if isinstance(command, click.Group):
-            command = command.get_command(click.Context(command), arguments.pop(0))
-        assert command is not None, f"{words}: no command {name}"
-        names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
-        names |= {"--topology", "--mode", "--ops"} if name == "run" else set()  # of suites
-        unknown = {word.partition("=")[0] for word in arguments if word.startswith("-")} - names
-        assert not unknown, f"{words}: {sorted(unknown)}"
+    for words in (shlex.split(part, comments=True) for part in parts):
+        if "dtbench" in words:
+            _check_options(words[words.index("dtbench") + 1 :])
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.missing], ids=lambda part: part.id)
+def test_commands_that_the_report_names_exist(part: Part) -> None:
+    for words in part.missing.split(", or "):
+        _check_options(words.split()[1:])
+
+
+def _check_options(words: list[str]) -> None:
+    """Checks that a command exists, has the options that are given, and is given the options that it requires."""
+    name, *arguments = words
+    command = cli.get_command(click.Context(cli), name)
+    if isinstance(command, click.Group):
+        command = command.get_command(click.Context(command), arguments.pop(0))
+    assert command is not None, f"{words}: no command {name}"
+    names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
+    names |= {"--topology", "--mode", "--ops"} if name == "run" else set()  # of suites
+    given = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    assert not given - names, f"{words}: {sorted(given - names)}"
+    options = [param for param in command.params if isinstance(param, click.Option) and param.required]
+    missing = [option.opts for option in options if not given & {*option.opts}]
+    assert not missing or "--help" in given, f"{words}: without {missing}"
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=_name)

@@ -120,4 +120,6 @@ def _table(history: History, times: Times) -> Table:
     )
 
 
-HISTORY = Part("history", "History", fill, (), "dtbench gate --base REV --head REV --history FOLDER --record")
+HISTORY = Part(
+    "history", "History", fill, (), "dtbench gate --base rev:REV --head rev:REV SUITE --history FOLDER"
+)
