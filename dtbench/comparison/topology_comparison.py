@@ -33,7 +33,7 @@ SAME_DATA = "the same measurement on both sides"
 Bounded = tuple[float, tuple[float, float] | None]
 _CallKey = tuple[str, str, str]  # mesh dim, implementation, name
 _Call = tuple[Dim, MeasuredCurve]
-_BY_CHANCE = "cannot tell: may be chance among so many sizes; measure with more launches"
+_BY_CHANCE = "cannot tell: may be chance among many sizes; measure with more launches"
 # The verdict of a call is the first of these that one of its sizes has.
 _CALL_VERDICTS = (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE, Verdict.SAME)
 
@@ -310,15 +310,15 @@ def _call_row(key: _CallKey, cases: Sequence[ComparedCase]) -> ComparedCase:
         return _row(key, Verdict.INCONCLUSIVE, "the two sides have no size in common")
     by_verdict = group_by(cases, lambda case: case.verdict)
     decisive = next(by_verdict[verdict] for verdict in _CALL_VERDICTS if verdict in by_verdict)
-    most = max(decisive, key=lambda case: abs(math.log(case.ratio or 1)))
+    largest = max(decisive, key=lambda case: abs(math.log(case.ratio or 1)))
     has_both = {Verdict.SLOWER, Verdict.FASTER} <= by_verdict.keys()
     return replace(
-        most,
+        largest,
         params={
             "sizes": f"{len(decisive)} of {len(cases)}: {_span(decisive)}",
-            "largest change": format_size(most.size_bytes),
+            "largest change": format_size(largest.size_bytes),
         },
-        reason=f"faster at {_span(by_verdict[Verdict.FASTER])}" if has_both else most.reason,
+        reason=f"faster at {_span(by_verdict[Verdict.FASTER])}" if has_both else largest.reason,
     )
 
 

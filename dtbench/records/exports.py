@@ -234,9 +234,7 @@ def pr_time(points: Sequence[Point]) -> str:
         for name, (point,) in named.items()
     }
     if uncounted := [name for name, values in metrics.items() if values["instruction_count"] is None]:
-        print_error(
-            f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has no counter of instructions for them"
-        )
+        print_error(f"pr-time: no instruction_count of {', '.join(uncounted)}: the run has not counted them")
     rows = ((name, *value) for name, values in metrics.items() for value in values.items())
     return "".join(f"{name},{metric},{value}\n" for name, metric, value in rows if value is not None)
 

@@ -224,7 +224,7 @@ def test_pr_time_leaves_out_missing_counters_and_says_so(
         *rows
     }
     assert capsys.readouterr().err.splitlines() == [
-        "dtbench: pr-time: no instruction_count of dtensor_dispatch_view: the run has no counter of instructions for them"
+        "dtbench: pr-time: no instruction_count of dtensor_dispatch_view: the run has not counted them"
     ]
 
 
