@@ -15,10 +15,13 @@ HEAD_BYTES = 64 * 2**10
 # Kineto's header may be long, since devices and process groups come first (libkineto/src/output_json.cpp).
 _HEADER = rb'\{.*"(traceEvents|deviceProperties|distributedInfo)"'
 _TRACE = re.compile(rb"[\xef\xbb\xbf\s]*(" + _HEADER + rb'|\[\s*\{[^\[\]]*"ph"\s*:)', re.DOTALL)
+# A key in each line of NCCL's inspector (NCCL's plugins/profiler/inspector/inspector_json.cc).
+_INSPECTOR = b'"inspector_output_format_version"'
 _KIND = re.compile(rb'\s*\{\s*"kind"\s*:\s*"([a-z]+)"')
 # Kind of file -> its description, and the command that reads it.
 _READERS = {
     "trace": ("trace of torch.profiler", "profile {}"),
+    "inspector": ("log of NCCL's inspector", "profile {}"),
     "run": ("run of dtbench", "show {}"),
     "topology": ("topology", "export {} --to torch -o constants.py"),
     "gate": ("result of gate", "report {} -o page.html"),
@@ -54,7 +57,8 @@ def _read_head(path: Path) -> bytes:
 def kind_of(path: Path) -> str:
     """Returns the kind that the file begins with, e.g. "topology" or "trace"; "" if it is unknown or unreadable."""
     head = _read_head(path)
-    return "trace" if _TRACE.match(head) else match[1].decode() if (match := _KIND.match(head)) else ""
+    named = match[1].decode() if (match := _KIND.match(head)) else "inspector" if _INSPECTOR in head else ""
+    return "trace" if _TRACE.match(head) else named
 
 
 def refuse_other_kind(path: Path, expected: str, *, programs: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dtbench.cli import options
-from dtbench.file_kinds import is_profile, looks_like_trace
+from dtbench.file_kinds import is_profile, kind_of
 from dtbench.suite.registry import read_builtin
 
 if TYPE_CHECKING:
@@ -77,9 +77,9 @@ def profile_command(
 ) -> int:
     """Shows where the time of a job, or of a suite's case, goes.
 
-    TARGETs are traces of torch.profiler (files, folders), a job's profile, or SUITE[/CASE]. COMMAND is run unchanged
-    and recorded. A profile of traces is only printed unless -o names a folder. With --base, the exit code is 1 if
-    calls, bytes or dtypes of the job differ from the base or a time is slower.
+    TARGETs are traces of torch.profiler or logs of NCCL's inspector (files, folders), a job's profile, or SUITE[/CASE].
+    COMMAND is run unchanged and recorded. A profile of traces or logs is only printed unless -o names a folder. With
+    --base, the exit code is 1 if calls, bytes or dtypes of the job differ from the base or a time is slower.
 
     \b
     Examples:
@@ -89,13 +89,7 @@ def profile_command(
       dtbench profile dispatch/add -o add
     """
     command: list[str] | None = context.meta["command"]
-    kind = (
-        "traces"
-        if any(map(_is_trace_or_profile, targets))
-        else "a suite"
-        if command is None
-        else "-- COMMAND"
-    )
+    kind = "traces" if any(map(_is_recording, targets)) else "a suite" if command is None else "-- COMMAND"
     typed = options.typed(context)
     for option in context.command.params:
         if option.name in typed.difference(_OPTIONS[kind], ("targets", "output")):
@@ -117,10 +111,12 @@ def profile_command(
     return profile(make_request(targets[0], choices["filter"], output, RunRequest(**chosen)))
 
 
-def _is_trace_or_profile(target: str) -> bool:
+def _is_recording(target: str) -> bool:
     path = Path(target)
     is_folder = path.is_dir() and target.partition("/")[0] not in read_builtin()
-    return is_folder or target.endswith((".json", ".json.gz")) or looks_like_trace(path)
+    # The last three names are those of NCCL's inspector, so that a message about an empty log names it.
+    is_named = target.endswith((".json", ".json.gz", ".log", ".log.gz", ".prom"))
+    return is_folder or is_named or kind_of(path) in ("trace", "inspector")
 
 
 def _profile_job(

@@ -70,6 +70,7 @@ class RankJob(Struct, frozen=True, kw_only=True):
             collectives; "" without steps.
         step_s: mean duration of a step.
         span_s: duration of the whole trace. The sums from computation_s to host_bound_s also cover the whole trace.
+            All are None if the job was read from logs of its calls.
         each_step: the covered steps, in order.
         dims: communication in these steps, by mesh dim.
         clock_offset_s: seconds added to its timestamps to align its clock with the first rank's.
@@ -84,12 +85,12 @@ class RankJob(Struct, frozen=True, kw_only=True):
     excluded_steps: Count = 0
     steps_source: str = ""
     step_s: Amount | None = None
-    span_s: Amount = 0.0
-    computation_s: Amount = 0.0
-    communication_s: Amount = 0.0
-    exposed_s: Amount = 0.0
-    copy_s: Amount = 0.0
-    idle_s: Amount = 0.0
+    span_s: Amount | None = 0.0
+    computation_s: Amount | None = 0.0
+    communication_s: Amount | None = 0.0
+    exposed_s: Amount | None = 0.0
+    copy_s: Amount | None = 0.0
+    idle_s: Amount | None = 0.0
     host_bound_s: Amount | None = None
     each_step: tuple[StepParts, ...] = ()
     dims: tuple[DimParts, ...] = ()
@@ -101,7 +102,7 @@ class RankJob(Struct, frozen=True, kw_only=True):
         """Means over its steps, or the figures of its whole trace if it has no steps."""
         names = StepParts.__struct_fields__
         steps = self.each_step or [
-            StepParts(step_s=self.span_s, **{name: getattr(self, name) for name in names[1:]})
+            StepParts(step_s=self.span_s or 0.0, **{name: getattr(self, name) for name in names[1:]})
         ]
         known = {
             name: [value for step in steps if (value := getattr(step, name)) is not None] for name in names
@@ -244,6 +245,11 @@ class Job(Struct, frozen=True, kw_only=True):
     drawn_s: Amount = 0.0
     lanes: tuple[Lane, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def lacks_times(self) -> bool:
+        """Whether it was read from logs of calls, so that steps, computation and exposed communication are unknown."""
+        return any(rank.span_s is None for rank in self.ranks)
 
 
 class LinkComparison(Struct, frozen=True):

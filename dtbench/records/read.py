@@ -4,6 +4,7 @@ msgspec checks type and range of every field. Its message is reduced to a single
 """
 
 import contextlib
+import gzip
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,14 +102,22 @@ def read_bytes(path: Path, expected: str, max_bytes: int) -> bytes:
         return file.read()
 
 
-def read_lines(path: Path, expected: str, max_bytes: int, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def read_lines(
+    path: Path, expected: str, max_bytes: int, max_line_bytes: int, *, allow_gzip: bool = False
+) -> Iterator[tuple[int, bytes]]:
     """Yields the number (from 1) and contents of each line of a file; see `open_file`.
+
+    Args:
+        allow_gzip: whether the file may be compressed. `max_bytes` then limits the compressed size, and a damaged file
+            raises EOFError or zlib.error.
 
     Raises:
         UnreadableRunError: see `open_file`; or a line is too long.
     """
     with open_file(path, expected, max_bytes) as file:
-        for number, data in enumerate(iter(lambda: file.readline(max_line_bytes + 1), b""), 1):
+        stream = gzip.GzipFile(fileobj=file) if allow_gzip and file.read(2) == b"\x1f\x8b" else file
+        file.seek(0)
+        for number, data in enumerate(iter(lambda: stream.readline(max_line_bytes + 1), b""), 1):
             if len(data) > max_line_bytes:
                 raise UnreadableRunError(
                     f"{path}: line {number} is longer than {max_line_bytes} bytes: expected {expected}"

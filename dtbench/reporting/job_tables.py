@@ -1,6 +1,7 @@
 """Sentences and tables about a profiled job, for the terminal and the page.
 
-Figures are means over steps and ranks, so that parts add up. If no steps are marked, they refer to the whole trace.
+Figures are means over steps and ranks, so that parts add up. If no steps are marked, they refer to the whole trace, or
+to all calls in the logs of a job.
 """
 
 from collections import Counter, defaultdict
@@ -29,17 +30,26 @@ def extremes(job: Job) -> list[RankJob]:
     Ranks that arrived last equally often are ordered by the length of their step.
     """
     last_counts = sum((Counter(waits.last_counts) for waits in job.waits), Counter[str]())
-    ranks = sorted(job.ranks, key=lambda rank: (last_counts[str(rank.rank)], rank.mean_step.step_s))
+    ranks = sorted(
+        job.ranks,
+        key=lambda rank: (last_counts[str(rank.rank)], 0.0 if job.lacks_times else rank.mean_step.step_s),
+    )
     half = MOST_RANKS // 2
     return sorted(ranks[:half] + ranks[half:][-half:], key=lambda rank: rank.rank)
 
 
 def headline(job: Job) -> tuple[str, str]:
     """Returns the share of exposed communication, and a sentence about it, the steps and the ranks."""
+    missing = f" of {job.world_size}" if job.world_size > len(job.ranks) else ""
+    if job.lacks_times:
+        return "?", (
+            f"{job.label or 'job'}: {plural(len(job.ranks), 'rank')}{missing} ({job.backend}), "
+            f"{plural(sum(call.count for call in job.collectives), 'call')} in the logs. Dtypes, steps, computation "
+            f"and exposed communication are unknown (?){_waiting_in_calls(job)}."
+        )
     parts = [rank.mean_step for rank in job.ranks]
     step_s, exposed_s = fmean(part.step_s for part in parts), fmean(part.exposed_s for part in parts)
     exposed, longest = f"{exposed_s / (step_s or 1):.0%}", format_seconds(max(part.step_s for part in parts))
-    missing = f" of {job.world_size}" if job.world_size > len(parts) else ""
     setup = ", ".join(filter(None, (job.backend, job.torch and f"torch {job.torch}", job.ranks[0].device)))
     steps = sorted({(rank.steps, rank.excluded_steps, rank.steps_source) for rank in job.ranks if rank.steps})
     step_counts = ", ".join(
@@ -54,6 +64,15 @@ def headline(job: Job) -> tuple[str, str]:
         f"{longest} on the slowest rank; {exposed} of it is exposed communication{waited} (means over "
         f"{step_counts or 'the whole trace'} and all ranks)."
     )
+
+
+def _waiting_in_calls(job: Job) -> str:
+    """Describes the share of time in calls that is spent waiting; "" if no call shows it."""
+    calls = [call for call in job.collectives if call.transfer_s is not None]
+    share = 1 - sum((call.transfer_s or 0.0) * call.count for call in calls) / (
+        sum(call.mean_s * call.count for call in calls) or 1
+    )
+    return f"; {max(share, 0.0):.0%} of the time in collectives is waiting for the last rank" * bool(calls)
 
 
 def findings(job: Job, analysis: JobAnalysis) -> list[str]:
@@ -96,7 +115,8 @@ def _table(title: str, job: Job, heads: str, rows: Sequence[Sequence[str]]) -> T
         for i, head in enumerate(heads.split(","))
     }
     filled = [(head, column) for head, column in columns.items() if {*column} != {MISSING}]
-    per = "per step" if all(rank.steps for rank in job.ranks) else "whole trace"
+    whole = "all calls in the logs" if job.lacks_times else "whole trace"
+    per = "per step" if all(rank.steps for rank in job.ranks) else whole
     return Table(
         f"{title}, {per}", [TableColumn(head.lstrip(">"), column, head[0] == ">") for head, column in filled]
     )
@@ -113,7 +133,7 @@ def _distinct(values: Iterable[object]) -> str:
 def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
     calls, ranks = group_by(job.collectives, lambda c: c.mesh_dim), len(job.ranks)
     parts = group_by(((rank, d) for rank in job.ranks for d in rank.dims), lambda pair: pair[1].mesh_dim)
-    step_s = sum(rank.mean_step.step_s for rank in job.ranks) or 1
+    step_s = 1.0 if job.lacks_times else sum(rank.mean_step.step_s for rank in job.ranks) or 1
     rows = []
     for dim in sorted({**calls, **parts}, key=lambda dim: -sum(d.exposed_s for _, d in parts.get(dim, ()))):
         dim_calls, timed = calls.get(dim, []), parts.get(dim, [])
@@ -131,9 +151,17 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
                     sum(c.calls_in_steps / steps[c.rank] * (c.bytes or 0) for c in dim_calls) / ranks or None
                 ),
                 _distinct(c.dtype for c in dim_calls),
-                format_seconds(sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks),
-                format_seconds(exposed_s / ranks),
-                _percent(exposed_s / step_s),
+                *(
+                    ["?"] * 3
+                    if job.lacks_times
+                    else [
+                        format_seconds(
+                            sum(d.communication_s / steps[rank.rank] for rank, d in timed) / ranks
+                        ),
+                        format_seconds(exposed_s / ranks),
+                        _percent(exposed_s / step_s),
+                    ]
+                ),
                 f"{largest.collective} {format_bytes(largest.bytes)}" if largest else "",
                 format_bandwidth(_busbw([c for c in dim_calls if largest and c.kind == largest.kind])),
             ]
@@ -187,7 +215,7 @@ def _collectives(
         row = [
             kind.mesh_dim,
             kind.collective,
-            kind.dtype or "",
+            kind.dtype or "?" * job.lacks_times,
             format_bytes(kind.bytes),
             f"{sum(c.calls_in_steps / steps[c.rank] for c in kind_calls) / ranks:.4g}",
             format_seconds(per_step_s),
@@ -214,8 +242,12 @@ def _of_calibrated(share: float | None) -> str:
 
 
 def _ranks(job: Job, screen: bool) -> Table:
-    rows = []
-    for rank in extremes(job) if screen else job.ranks:
+    rows, shown = [], extremes(job) if screen else job.ranks
+    title = f"Ranks, {len(shown)} of {len(job.ranks)}"
+    if job.lacks_times:
+        unknown = [[str(rank.rank), "?", "?", "?", rank.host, rank.source] for rank in shown]
+        return _table(title, job, ">Rank,>step,>computation,>exposed,Host,Log", unknown)
+    for rank in shown:
         step = rank.mean_step
         copies_only_s = step.step_s - step.computation_s - step.exposed_s - step.idle_s
         rows.append(
@@ -234,7 +266,7 @@ def _ranks(job: Job, screen: bool) -> Table:
             ]
         )
     return _table(
-        f"Ranks, {len(rows)} of {len(job.ranks)}",
+        title,
         job,
         ">Rank,Last,>step,>computation,>exposed,>idle,>copies only,>exposed/step,>communication,>host-bound,Trace",
         rows,

@@ -24,7 +24,7 @@ from dtbench.records.job import Waits
 from dtbench.traces.rank_trace import RankTrace
 
 # No rank leaves these before all ranks have arrived. A broadcast's root, or a sender, may leave long before.
-_SYNCHRONIZING = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
+SYNCHRONIZING = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 # Ranks with the same host name share a clock, unless their end times differ by more than SAME_HOST_US. With gloo, end
 # times on one host differ by less than that. Each process converts the CPU's counter to time separately, with an error
 # well below SAME_CLOCK_US.
@@ -106,7 +106,7 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
     # Pair of ranks -> for each common call its transfer time and the difference between the end times.
     end_differences: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for key, indices in matched.items():
-        if key[2] in _SYNCHRONIZING:
+        if key[2] in SYNCHRONIZING:
             calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
             transfer, first = min(call.end - call.arrival for call in calls.values()), min(calls)
             for rank in calls.keys() - {first}:
@@ -168,7 +168,7 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
             aligned.transfer_us[rank, index] = max(
                 call.end + offset - max(last_arrival, call.start + offset), 0.0
             )
-        if collective in (*_SYNCHRONIZING, "broadcast") and all(
+        if collective in (*SYNCHRONIZING, "broadcast") and all(
             in_steps[rank][index] for rank, index in indices.items()
         ):
             end = median(call.end + aligned.offset_us[rank] for rank, call in calls.items())

@@ -45,11 +45,12 @@ def read_job(paths: Sequence[Path], label: str = "", command: Sequence[str] = ()
     files = [
         file
         for path in paths
-        for file in (sorted(filter(_is_trace, path.iterdir())) if path.is_dir() else [path])
+        for file in (sorted(filter(is_trace, path.iterdir())) if path.is_dir() else [path])
     ]
     if not files:
         raise UsageError(
-            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler"
+            f"no traces in {', '.join(map(str, paths))}: expected *.json or *.json.gz of torch.profiler, "
+            "or logs of NCCL's inspector"
         )
     traces: dict[int, RankTrace] = {}
     for number, file in enumerate(files):
@@ -79,7 +80,7 @@ def load_job(path: Path) -> Job:
         raise UnreadableRunError(f"{file} is not a job written by `dtbench profile`: {error}") from error
 
 
-def _is_trace(file: Path) -> bool:
+def is_trace(file: Path) -> bool:
     return _TRACES.search(file.name) is not None and file.name not in _NOT_TRACES
 
 

@@ -152,7 +152,8 @@ class Trace:
 
     def _refused(self, why: str) -> UnreadableRunError:
         return UnreadableRunError(
-            f"{self.path} is not a trace of torch.profiler: {why}; expected its JSON, plain or gzip"
+            f"{self.path} is not a trace of torch.profiler: {why}; expected its JSON, plain or gzip, or "
+            "logs of NCCL's inspector (JSON lines)"
         )
 
     def _read(self, stream: Any) -> bool:

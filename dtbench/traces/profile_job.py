@@ -10,14 +10,14 @@ from pathlib import Path
 
 from msgspec import json, structs, to_builtins
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError
-from dtbench.file_kinds import JOB_FILE, is_profile
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.file_kinds import JOB_FILE, is_profile, kind_of
 from dtbench.records.atomic import check_output_path, replace_file
 from dtbench.records.job import Job, JobAnalysis
 from dtbench.reporting.job_tables import print_job
 from dtbench.text.terminal import print_json
 from dtbench.traces.analysis import Topology, analyze
-from dtbench.traces.job import load_job, read_job
+from dtbench.traces.job import is_trace, load_job, read_job
 from dtbench.traces.recording import STEPS, WARMUP, record
 
 
@@ -83,6 +83,10 @@ def profile_job(request: JobRequest) -> JobProfile:
         check_output_path(folder, "remove it")
     code, job = _record(request, folder) if request.command and folder else (EXIT_OK, job_in(request.paths))
     analysis = analyze(job, request.topology, bases)
+    if request.model_and_layout and job.lacks_times:
+        raise UsageError(
+            "--model compares bytes per step, and logs of NCCL's inspector show no steps: give traces"
+        )
     if request.model_and_layout:
         from dtbench.traces.required_volume import compare_volumes
 
@@ -95,8 +99,17 @@ def profile_job(request: JobRequest) -> JobProfile:
 
 
 def job_in(paths: Sequence[Path]) -> Job:
-    """Reads the profile of a job, or traces."""
-    return load_job(paths[0]) if len(paths) == 1 and is_profile(paths[0]) else read_job(paths)
+    """Reads the profile of a job, logs of NCCL's inspector, or traces."""
+    if len(paths) == 1 and is_profile(paths[0]):
+        return load_job(paths[0])
+    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    logs = [file for file in files if kind_of(file) == "inspector"]
+    if not logs or any(map(is_trace, files)):
+        return read_job(paths)
+    from dtbench.traces.inspector import read_logs  # imports pandas, which traces do not need
+
+    # A file of another kind is refused if it was named, and skipped in a folder.
+    return read_logs([file for file in files if file in logs or file in paths])
 
 
 def print_profile(profile: JobProfile, as_json: bool) -> None:

@@ -28,10 +28,12 @@ def fill(section: ReportSection, material: Material) -> None:
         return
     (share, _), analysis = headline(job), material.sources.analysis or JobAnalysis(0)
     *first, sentence = findings(job, analysis)
-    section.lead = _LEAD.format(plain(" ".join([*first, sentence])))
+    section.lead = (Markup("{}") if job.lacks_times else _LEAD).format(plain(" ".join([*first, sentence])))
     section.outcome = (
         re.split(r"(?: \([^()]*\))?(?:\. |\.$)", first[0])[0]
         if first
+        else "exposed communication is unknown"
+        if job.lacks_times
         else f"{share} of the step is exposed communication"
     )
     savings, needed, changes, caveats = sentences(analysis).values()
