@@ -138,6 +138,9 @@ def export_command(
     --to inductor          the scheduler of torch.compile, which overlaps collectives
     --to inductor-profile  the profile-guided estimates of torch.compile
     --to autoparallel      the NCCL cost model of meta-pytorch/autoparallel
+    --to primus            the performance projection of AMD-AGI/Primus
+    --to astra-sim         the analytical network of ASTRA-sim
+    --to aiconfigurator    ai-dynamo's aiconfigurator, which plans inference
 
     --mesh and --dtype are for inductor-profile: the trace lists every process group of the mesh, with each dtype.
 

@@ -110,7 +110,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Creates the folder with these files in it.
 
     Args:
-        files: file name -> contents.
+        files: path in the folder -> contents.
 
     Raises:
         OutputError: it cannot be written, or has been created by another program meanwhile.
@@ -118,8 +118,9 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     partial = _temporary_path(folder)
     try:
         partial.mkdir()
-        for name, data in files.items():
-            (partial / name).write_bytes(data)
+        for path, data in files.items():
+            (partial / path).parent.mkdir(parents=True, exist_ok=True)
+            (partial / path).write_bytes(data)
         check_output_path(folder, "remove it")
         partial.replace(folder)
     except OSError as error:

@@ -50,9 +50,9 @@ def _render_installer(request: ExportRequest, template: str, **values: object) -
             f"the topology was fitted with a base latency of {base:g} us, expected the {BASE_LATENCY_US} us of "
             "torch's formulas: calibrate again"
         )
-    return render_module(
+    return render_template(
         request,
-        template,
+        f"{template}.py",
         device_type=topology.device_type,
         curve_source=inspect.getsource(Curve).rstrip(),
         versions=" and ".join(TORCH_VERSIONS),
@@ -61,8 +61,8 @@ def _render_installer(request: ExportRequest, template: str, **values: object) -
     )
 
 
-def render_module(request: ExportRequest, template: str, **values: object) -> Export:
-    """Renders a Python module from a template of this folder."""
+def render_template(request: ExportRequest, template: str, **values: object) -> Export:
+    """Renders a file from a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         undefined=jinja2.StrictUndefined,
@@ -72,7 +72,7 @@ def render_module(request: ExportRequest, template: str, **values: object) -> Ex
     environment.filters["literal"] = literal
     name = request.path.stem
     return Export(
-        environment.get_template(f"{template}.py.jinja").render(
+        environment.get_template(f"{template}.jinja").render(
             module=name if name.isascii() and name.isidentifier() else "topology",
             source=describe_source(request.topology),
             **values,

@@ -84,6 +84,15 @@ TARGETS: Mapping[str, Target] = {
     "autoparallel": Target(
         "the NCCL cost model of meta-pytorch/autoparallel", "Python module", "autoparallel.render"
     ),
+    "primus": Target(
+        "the performance projection of AMD-AGI/Primus", "hardware config", "simulators.render_primus"
+    ),
+    "astra-sim": Target(
+        "the analytical network of ASTRA-sim", "network config", "simulators.render_astra_sim"
+    ),
+    "aiconfigurator": Target(
+        "ai-dynamo's aiconfigurator, which plans inference", "systems folder", "aiconfigurator.render"
+    ),
 }
 
 
