@@ -108,8 +108,9 @@ def _fit(paths: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     "--to",
     "target",
     required=True,
+    metavar="TARGET",
     type=click.Choice([*TARGETS]),
-    help="The program that reads the export.",
+    help="The program that reads the export, listed above.",
 )
 @click.option(
     "--mesh",
@@ -134,8 +135,8 @@ def export_command(
     """Writes a topology in the form that another program reads.
 
     \b
-    --to torch             torch.distributed.tensor, which chooses redistributions
-    --to inductor          the scheduler of torch.compile, which overlaps collectives
+    --to torch             DTensor, which chooses redistributions
+    --to inductor          torch.compile, which overlaps collectives
     --to inductor-profile  the profile-guided estimates of torch.compile
     --to autoparallel      the NCCL cost model of meta-pytorch/autoparallel
     --to primus            the performance projection of AMD-AGI/Primus
@@ -147,7 +148,7 @@ def export_command(
     \b
     Examples:
       dtbench export topology.json --to torch -o mine.py
-      dtbench export topology.json --to inductor-profile --mesh dp=16,tp=8 -o profile.json
+      dtbench export topology.json --to inductor-profile --mesh tp=8 -o p.json
     """
     from dtbench.cost.export.targets import ExportRequest, export
     from dtbench.records.topology import read_topology

@@ -401,7 +401,13 @@ def test_write_folder_writes_all_files_or_none(here: Path) -> None:
     for path in ("p", "no/p"):
         with pytest.raises(OutputError, match="another -o"):
             check_output_path(Path(path), "remove it")
-    for path, file in (("p", "c"), ("q", "no/folder")):
+    for path, file in (("p", "c"), ("q", "c" * 300)):
         with pytest.raises(OutputError, match=r"exists already|cannot write"):
             write_folder(Path(path), {file: b""})
     assert [path.name for path in here.iterdir()] == ["p"]
+
+
+def test_write_folder_makes_sub_folders(here: Path) -> None:
+    write_folder(Path("p"), {"a/b/c": b"x", "a/d": b"y"})
+    files = {str(path.relative_to(here)): path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    assert files == {"p/a/b/c": b"x", "p/a/d": b"y"}
