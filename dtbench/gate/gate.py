@@ -32,7 +32,7 @@ from dtbench.text.units import plural
 
 FILES = ("gate.json", "junit.xml", "smaller-is-better.json")
 # Durations of the screening and of a fresh pair, as multiples of the duration of counting. All three load torch and run
-# each benchmark. Measured with 1, 10 and 55 benchmarks on two cores, within a third.
+# each benchmark. With 1, 10 and 55 benchmarks on two busy cores, the screening took 0.8 to 1.6 times as long.
 SCREEN_PER_COUNT, PAIR_PER_COUNT = 2.5, 0.5
 _NARROW = "name fewer benchmarks, such as dispatch/relu"
 
