@@ -68,8 +68,7 @@ class Point:
     @property
     def range_us(self) -> str:
         """The time's interval in microseconds, e.g. "1 to 3"; "" without an interval."""
-        bounds = (self.low_s, self.high_s)
-        return " to ".join(f"{bound * 1e6:.4g}" for bound in bounds if bound is not None)
+        return " to ".join(f"{bound * 1e6:.4g}" for bound in (self.low_s, self.high_s) if bound is not None)
 
     @property
     def label(self) -> str:
@@ -112,7 +111,6 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
         times = [result.estimate_s for result in results if result.estimate_s is not None]
         bounds = times if len(times) > 1 else [*times, *((t.p25, t.p75) if (t := results[0].time_s) else ())]
         low_s, high_s = interval_or_none(min(bounds), max(bounds)) or (None, None)
-        counts = [result.counters.get("instructions", 0) for result in results]
         points.append(
             Point(
                 key,
@@ -121,7 +119,14 @@ def run_points(runs: Iterable[Run]) -> list[Point]:
                 high_s,
                 launch_s=tuple(times),
                 busbw_Bps=tuple(result.busbw_Bps for result in results if result.busbw_Bps),
-                instructions=min((int(n) for n in counts if n > 0 and float(n).is_integer()), default=None),
+                instructions=min(
+                    (
+                        int(count)
+                        for result in results
+                        if (count := result.counters.get("instructions", 0)) > 0 and float(count).is_integer()
+                    ),
+                    default=None,
+                ),
             )
         )
     return points
@@ -131,11 +136,12 @@ def github(points: Sequence[Point]) -> str:
     """Formats the points as `customSmallerIsBetter` of github-action-benchmark, in microseconds."""
     rows = []
     for point in points:
-        row: dict[str, str | float] = {"name": point.label, "unit": "us", "value": point.time_s * 1e6}
-        if point.range_us:
-            row["range"] = point.range_us
-        extra = ": ".join(plain(text) for text in (point.verdict, point.remark) if text)
-        rows.append(row | ({"extra": extra} if extra else {}))
+        texts = {
+            "range": point.range_us,
+            "extra": ": ".join(plain(text) for text in (point.verdict, point.remark) if text),
+        }
+        shown = {name: text for name, text in texts.items() if text}
+        rows.append({"name": point.label, "unit": "us", "value": point.time_s * 1e6, **shown})
     return json.dumps(rows, indent=2, allow_nan=False) + "\n"
 
 
@@ -158,9 +164,10 @@ def bmf(points: Sequence[Point]) -> str:
 def hud(points: Sequence[Point]) -> str:
     """Formats the points as records of PyTorch's benchmark database, version 3, one JSON object per line.
 
-    The HUD averages `benchmark_values`, so base and head in one list would appear as their average. It groups by mode
-    and not by `extra_info`, and calls a larger value better unless the metric is called "latency". A comparison is
-    therefore two records of "latency" in neighbouring lines: the first has mode "base", the second mode "head".
+    The HUD averages `benchmark_values`. It groups by mode and not by `extra_info`, and calls a larger value better
+    unless the metric is called "latency". A comparison is therefore two records of "latency" in neighbouring lines: the
+    first has mode "base", the second mode "head". A third record has both values, base first, for readers of the
+    database. Its metric is called "base and head", because the HUD shows their average, which is the time of neither.
     Source: pytorch/test-infra, torchci/lib/benchmark/api_helper/backend/dataFetchers/queryBuilderUtils/
     benchmarkDataQueryBuilder.ts; types: clickhouse_db_schema/benchmark.oss_ci_benchmark_v3/schema.sql.
     """
@@ -175,16 +182,19 @@ def hud(points: Sequence[Point]) -> str:
             "reason": point.remark,
             "interval_us": point.range_us,
         }
-        arms = {mode: point.launch_s or (point.time_s,)}
-        if point.base_s is not None:
-            arms = {"base": (point.base_s,), "head": (point.time_s,)}
-        metrics = [(arm, "latency", "us", [time_s * 1e6 for time_s in times]) for arm, times in arms.items()]
-        metrics.append((mode, "busbw", "GB/s", [rate * 1e-9 for rate in point.busbw_Bps]))
+        base_us = [] if point.base_s is None else [point.base_s * 1e6]
+        times_us = [time_s * 1e6 for time_s in point.launch_s or (point.time_s,)]
+        metrics = [
+            ("base", "latency", "us", base_us),
+            ("head" if base_us else mode, "latency", "us", times_us),
+            (mode, "base and head", "us", base_us and [*base_us, *times_us]),
+            (mode, "busbw", "GB/s", [rate * 1e-9 for rate in point.busbw_Bps]),
+        ]
         lines += [
             {
                 "benchmark": {
                     "name": f"dtbench {plain(suite)}",
-                    "mode": arm,
+                    "mode": metric_mode,
                     "dtype": texts.get("dtype", ""),
                     "extra_info": {name: plain(text) for name, text in extra.items() if text},
                 },
@@ -197,7 +207,7 @@ def hud(points: Sequence[Point]) -> str:
                 # The HUD shows no target if it is 0.
                 "metric": {"name": metric, "unit": unit, "benchmark_values": values, "target_value": 0},
             }
-            for arm, metric, unit, values in metrics
+            for metric_mode, metric, unit, values in metrics
             if values
         ]
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -260,9 +270,8 @@ def write_exports(points: Sequence[Point], files: Iterable[tuple[str, Path]]) ->
     """
     texts = [(name, path, FORMATS[name][0](points)) for name, path in files]
     for name, path, text in texts:
-        mark = FORMATS[name][1]
 
-        def is_ours(head: str, mark: str = mark) -> bool:
+        def is_ours(head: str, mark: str = FORMATS[name][1]) -> bool:
             return mark in head or head.strip() in ("[]", "{}")
 
         write_atomically(path, text, is_ours, f"file of {name}")

@@ -150,20 +150,23 @@ def test_hud_reads_estimates_of_launches_and_bandwidths(tmp_path: Path):
     assert len(uploaded(path)) == 2
 
 
-def test_hud_shows_base_and_head_apart_with_the_verdict(tmp_path: Path):
+def test_hud_shows_base_and_head_apart_and_stores_both_with_the_verdict(tmp_path: Path):
     effect = Change(ratio=1.5, low=1.25, high=2)
     case = ComparedCase(
-        suite="s", name="x", impl="core", params={}, verdict=Verdict.SLOWER, tolerance=0.05,
+        suite="s", name="x", impl="core", params={"mode": "isolated"}, verdict=Verdict.SLOWER, tolerance=0.05,
         base_s=2e-6, head_s=3e-6, effect=effect,
     )  # fmt: skip
     point = compared_point(case, case.verdict, HOSTILE)
     assert point
     write_exports([point], [("hud", tmp_path / "hud.json")])
     records = uploaded(tmp_path / "hud.json")
-    assert [(key[1], value) for key, value in shown_by_hud(records).items()] == [
-        ("base", pytest.approx(2)),
-        ("head", pytest.approx(3)),
+    assert [(key[1], key[5], value) for key, value in shown_by_hud(records).items()] == [
+        ("base", "latency", pytest.approx(2)),
+        ("head", "latency", pytest.approx(3)),
+        ("isolated", "base and head", pytest.approx(2.5)),
     ]
+    (both,) = (record["metric"] for record in records if len(record["metric"]["benchmark_values"]) == 2)
+    assert both["benchmark_values"] == [pytest.approx(2), pytest.approx(3)] and both["unit"] == "us"
     for record in records:
         extra = record["benchmark"]["extra_info"]
         assert (extra["verdict"], extra["interval_us"]) == ("slower", "2.5 to 4")
