@@ -90,6 +90,18 @@ def write(folder: Path, lines: Sequence[Line], name: str = "", *, packed: bool =
     return path
 
 
+def of_all_kinds() -> bytes:
+    """A log with a line of each kind, for two ranks of two communicators."""
+    return text_of(
+        line(
+            function, sn, rank=0, comm=comm, peer=1 if function in ("Send", "Recv") else None, verbose=sn == 1
+        )
+        for comm in ("0xa1", "0xb2")
+        for function in FACTORS
+        for sn in range(3)
+    )
+
+
 def job(folder: Path, calls: int = 10, late: int = 2, **fields: Any) -> list[Path]:
     """Writes the logs of 4 ranks on a mesh dp x tp of 2 x 2. The rank `late` arrives 40 us after the others.
 

@@ -35,9 +35,10 @@ from dtbench.records.read import convert
 from dtbench.records.run import RunWriter, read_run
 from dtbench.records.topology import read_topology
 from dtbench.reporting.html.sources import gather
-from dtbench.tests import made_up, made_up_logs
+from dtbench.tests import made_up, made_up_inspector, made_up_logs
 from dtbench.tests.made_up import Cli
 from dtbench.tests.made_up_traces import of_all_kinds
+from dtbench.traces.inspector import read_logs
 from dtbench.traces.job import read_job
 
 EXAMPLES = (8, int(os.environ.get("DTBENCH_DAMAGED", "400")))
@@ -109,6 +110,10 @@ READERS: dict[str, tuple[Callable[[], bytes], Callable[[Path], Any]]] = {
     "profile of ranks": (committed("profile/mlp/table.json"), lambda path: gather([path])),
     # The job read from a trace can also be written and read again.
     "a job's trace": (of_all_kinds, lambda path: convert(msgspec.to_builtins(read_job([path])), Job)),
+    "inspector log": (
+        made_up_inspector.of_all_kinds,
+        lambda path: convert(msgspec.to_builtins(read_logs([path])), Job),
+    ),
     "history": (committed("history/intel-r-xeon-r-processor-2c-dee4835e.jsonl"), read_history),
     "resumed run": (run_file, lambda path: RunWriter.resume(path, {}).close()),
     "measured steps": (

@@ -14,7 +14,7 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,9 +68,6 @@ _LINE_FIELDS: Sequence[Any] = [
     ("p2p_perf", _call_struct("p2p") | None, None),
 ]
 _LINE = msgspec.json.Decoder[Any](msgspec.defstruct("Line", _LINE_FIELDS))
-# Properties that many calls share: the communicator; the process and its log; the rank in the communicator; the
-# function of NCCL, which clock timed it, and whether a rank sends to itself.
-_CALLER = ["id", "name", "group_size", "process", "log", "member", "function", "clock", "to_itself"]
 
 
 def read_logs(files: Sequence[Path]) -> Job:
@@ -91,9 +88,10 @@ def read_logs(files: Sequence[Path]) -> Job:
                 column.append(value)
     if not numbers:
         raise UnreadableRunError(f"no calls in {', '.join(map(str, files[:3]))}: expected {EXPECTED}")
-    callers = pd.DataFrame([*numbers], columns=_CALLER)
+    names = ["id", "name", "group_size", "process", "log", "member", "function", "clock", "to_itself"]
+    callers = pd.DataFrame([*numbers], columns=names)
     callers["rank"] = _global_ranks(callers, notes)
-    callers["mesh_dim"] = callers["id"].map(_mesh_dims(callers))
+    callers["mesh_dim"] = _mesh_dims(callers)
     callers["collective"] = callers["function"].map(parse_collective)
     calls = pd.DataFrame(dict(zip(("caller", "sn", "bytes", "s", "busbw"), columns, strict=True)))
     calls = _check(calls, callers, notes)
@@ -125,7 +123,10 @@ def read_logs(files: Sequence[Path]) -> Job:
 
 
 def _read_log(path: Path, notes: Counter[str]) -> Iterator[tuple[Any, ...]]:
-    """Yields of each call in a log, plain or gzip: `_CALLER`, number, bytes, seconds, and bus bandwidth in bytes/s.
+    """Yields of each call in a log, plain or gzip: caller, number, bytes, seconds, and bus bandwidth in bytes/s.
+
+    The caller has what many calls share: hash, name and size of the communicator; process, name of the log, rank in the
+    communicator; NCCL's function, the clock that timed it, and whether a rank sends to itself.
 
     Args:
         notes: text -> number of calls or lines that it applies to. This function adds to it.
@@ -143,9 +144,9 @@ def _read_log(path: Path, notes: Counter[str]) -> Iterator[tuple[Any, ...]]:
                 valid += 1
                 if call := line.coll_perf or line.p2p_perf:  # later formats also have lines of statistics
                     header, process = line.header, (line.metadata.hostname, line.metadata.pid)
-                    caller = (header.id, header.comm_name, header.n_ranks, process, path.name, header.rank)
-                    key = (*caller, call.function, call.timing_source, call.peer == header.rank)
-                    yield key, call.sn, call.msg_size_bytes, call.exec_time_us / 1e6, call.busbw_gbs * 1e9
+                    member = (header.id, header.comm_name, header.n_ranks, process, path.name, header.rank)
+                    caller = (*member, call.function, call.timing_source, call.peer == header.rank)
+                    yield caller, call.sn, call.msg_size_bytes, call.exec_time_us / 1e6, call.busbw_gbs * 1e9
     except (EOFError, zlib.error):
         notes["compressed logs whose end is missing or damaged"] += 1
     if number - valid > (_MAX_DAMAGED_LINES if valid else 0):
@@ -181,18 +182,21 @@ def _global_ranks(callers: pd.DataFrame, notes: Counter[str]) -> "pd.Series[int]
     return callers["process"].map(ranks)
 
 
-def _mesh_dims(callers: pd.DataFrame) -> Mapping[str, str]:
-    """Returns communicator -> mesh dim.
+def _mesh_dims(callers: pd.DataFrame) -> list[str]:
+    """Returns the mesh dim of each caller's communicator.
 
     torch names communicators "DESCRIPTION:NAME", such as "mesh_tp:5" (pytorch#192487, August 2026). torch 2.13 gives
     them no name; they are then named by their ranks, if the logs of all of them are present.
     """
-    dims = {}
-    for id_, same in callers.groupby("id"):
-        name, size, ranks = same["name"].iloc[0], int(same["group_size"].iloc[0]), sorted({*same["rank"]})
-        description = re.sub(r":[^:]*$", "", name.removeprefix("unknown"))
-        dims[str(id_)] = name_mesh_dim(description, ranks if len(ranks) == size else None, size)
-    return dims
+    ranks = {id_: sorted({*same}) for id_, same in callers.groupby("id")["rank"]}
+    return [
+        name_mesh_dim(
+            re.sub(r":[^:]*$", "", name.removeprefix("unknown")),
+            ranks[id_] if len(ranks[id_]) == size else None,
+            size,
+        )
+        for id_, name, size in zip(callers["id"], callers["name"], callers["group_size"], strict=True)
+    ]
 
 
 def _check(calls: pd.DataFrame, callers: pd.DataFrame, notes: Counter[str]) -> pd.DataFrame:
