@@ -11,7 +11,7 @@ only if there is a single one. The events were not recorded: each has the time o
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import INDUCTOR_COLLECTIVES, describe_source
@@ -44,38 +44,42 @@ def render(request: ExportRequest) -> Export:
         UsageError: the topology lacks a dim of the given mesh, no dim has two ranks, or the trace would be too large.
     """
     dims, notes = _measured_dims(request)
-    groups = [(dim, ranks) for dim, dim_groups in dims for ranks in dim_groups]
     calls = {dim.name: [*_calls(dim, request.dtypes)] for dim, _ in dims}
+    groups = [(dim, ranks) for dim, dim_groups in dims for ranks in dim_groups]
     if (count := sum(len(calls[dim.name]) for dim, _ in groups)) > MAX_EVENTS:
         raise UsageError(
             f"the profile of {len(groups)} process groups would have {count} events, expected at most {MAX_EVENTS}: "
             "give fewer dtypes, or the mesh of a part of the job"
         )
-    events, start_us = [], 0.0
-    for index, (dim, ranks) in enumerate(groups):
-        group = {
-            "Process Group Name": str(index),
-            "Process Group Description": _description(dim),
-            "Process Group Ranks": str(ranks),
-            "Group size": dim.ranks,
-        }
-        for call, duration_us in calls[dim.name]:
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": "kernel",
-                    "name": f"{call['Collective name']} over {dim.name}",
-                    "pid": 0,
-                    "tid": index,
-                    "ts": start_us,
-                    "dur": duration_us,
-                    "args": call | group,
-                }
-            )
-            start_us += duration_us
+    # DeviceMesh describes the groups of a dim by its name, by which newer torch than 2.14 finds them.
     configs = [
-        {"pg_name": str(index), "pg_desc": _description(dim), "pg_size": dim.ranks, "ranks": ranks}
+        {
+            "pg_name": str(index),
+            "pg_desc": f"mesh_{dim.name.replace('+', '_')}",
+            "pg_size": dim.ranks,
+            "ranks": ranks,
+        }
         for index, (dim, ranks) in enumerate(groups)
+    ]
+    events = [
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": f"{call['Collective name']} over {dim.name}",
+            "pid": 0,
+            "tid": index,
+            "ts": start_us,
+            "dur": duration_us,
+            "args": {
+                **call,
+                "Process Group Name": configs[index]["pg_name"],
+                "Process Group Description": configs[index]["pg_desc"],
+                "Process Group Ranks": str(ranks),
+                "Group size": dim.ranks,
+            },
+        }
+        for index, (dim, ranks) in enumerate(groups)
+        for call, start_us, duration_us in calls[dim.name]
     ]
     trace = {
         "dtbench_export": "written by `dtbench export --to inductor-profile`; not recorded",
@@ -109,10 +113,13 @@ def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tu
             "the dims that were calibrated"
         )
     exported = {dim.name for dim, _ in dims}
-    unused = [dim for dim in calibrated if dim[0] not in exported]
     return dims, (
         *(f"not exported, since it was not calibrated: {format_mesh([dim])}" for dim in missing),
-        *(f"not exported, since the mesh lacks it: {format_mesh([dim])}" for dim in unused),
+        *(
+            f"not exported, since the mesh lacks it: {format_mesh([dim])}"
+            for dim in calibrated
+            if dim[0] not in exported
+        ),
         *(
             f"not exported, since it was not measured over {dim.name}: {collective}"
             for dim, _ in dims
@@ -122,13 +129,9 @@ def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tu
     )
 
 
-def _description(dim: Dim) -> str:
-    """Returns the description that DeviceMesh gives the groups of a dim. Newer torch finds groups by it."""
-    return f"mesh_{dim.name.replace('+', '_')}"
-
-
-def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object], float]]:
-    """Yields the arguments of events, without those of the process group, and their microseconds."""
+def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object], float, float]]:
+    """Yields the arguments of events, without those of the process group, and their start and duration in us."""
+    start_us = 0.0
     for collective, dtype in itertools.product(INDUCTOR_COLLECTIVES, dtypes):
         if collective not in dim.collectives:
             continue
@@ -136,47 +139,36 @@ def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object
         curve = times_of(dim.collectives[collective])
         # The curve counts the scattered tensor, torch the part that a rank receives.
         element_bytes = itemsize * (dim.ranks if collective == "reduce_scatter" else 1)
-
-        def time_us(elements: int, curve: Curve = curve, element_bytes: int = element_bytes) -> float:
-            return curve.us(elements * element_bytes)
-
-        # The curve bends at its sizes: the numbers of elements on either side of each.
-        bends = (
-            size // element_bytes + above for size in curve.sizes for above in (0, size % element_bytes > 0)
-        )
-        limits = {1, *bends, LARGEST_BYTES // element_bytes}
-        for elements in sample_sizes(time_us, sorted(limits - {0})):
+        for elements in sample_sizes(curve, element_bytes):
             inputs = {"all_gather": elements // dim.ranks, "reduce_scatter": elements * dim.ranks}
-            yield (
-                {
-                    "Collective name": collective,
-                    "In msg nelems": inputs.get(collective, elements),
-                    "Out msg nelems": elements,
-                    "dtype": name,
-                },
-                time_us(elements),
-            )
+            call: dict[str, object] = {
+                "Collective name": collective,
+                "In msg nelems": inputs.get(collective, elements),
+                "Out msg nelems": elements,
+                "dtype": name,
+            }
+            duration_us = curve.us(elements * element_bytes)
+            yield call, start_us, duration_us
+            start_us += duration_us
 
 
-def sample_sizes(time_us: Callable[[int], float], limits: list[int]) -> Iterator[int]:
-    """Yields sizes, the limits among them, between which log-log interpolation follows the curve.
-
-    Args:
-        time_us: elements -> microseconds.
-        limits: ascending sizes between which the curve has no bend.
-    """
+def sample_sizes(curve: Curve, element_bytes: int) -> Iterator[int]:
+    """Yields ascending numbers of elements between which log-log interpolation follows the curve."""
+    # The curve bends at its sizes: the numbers of elements on either side of each.
+    bends = (size // element_bytes + above for size in curve.sizes for above in (0, size % element_bytes > 0))
+    limits = sorted({1, *bends, LARGEST_BYTES // element_bytes} - {0})
     for low, high in itertools.pairwise(limits):
-        yield from _sizes_between(time_us, low, high)
+        yield from _sizes_between(curve, element_bytes, low, high)
     yield limits[-1]
 
 
-def _sizes_between(time_us: Callable[[int], float], low: int, high: int) -> Iterator[int]:
-    """Yields `low` and the sizes to insert before `high`."""
+def _sizes_between(curve: Curve, element_bytes: int, low: int, high: int) -> Iterator[int]:
+    """Yields `low` and the numbers of elements to insert before `high`."""
     middle = math.isqrt(low * high)
+    low_us, middle_us, high_us = (curve.us(elements * element_bytes) for elements in (low, middle, high))
     share = math.log(middle / low) / math.log(high / low)
-    interpolated_us = time_us(low) ** (1 - share) * time_us(high) ** share
-    if middle > low and abs(interpolated_us / time_us(middle) - 1) > MAX_ERROR:
-        yield from _sizes_between(time_us, low, middle)
-        yield from _sizes_between(time_us, middle, high)
+    if middle > low and abs(low_us ** (1 - share) * high_us**share / middle_us - 1) > MAX_ERROR:
+        yield from _sizes_between(curve, element_bytes, low, middle)
+        yield from _sizes_between(curve, element_bytes, middle, high)
     else:
         yield low
