@@ -242,12 +242,11 @@ class ReduceScatterBucketer:
             return bucket
         self.reduction.check(checked.dtype)
         itemsize = self.reduction.dtype_of(checked.dtype).itemsize
-        capacity = max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size()))
         bucket = self.buckets[checked.dtype, checked.device, group] = Bucket(
             group,
             checked.dtype,
             checked.device,
-            capacity,
+            max(0, int(self.bucket_cap_mb * MIB / itemsize // group.size())),
             self.counters,
             self.reduction,
             self.hold_inputs,

@@ -262,13 +262,11 @@ def _parse_dim(dim: object, field_path: str) -> DimConstants:
         raise TopologyError(
             f"{field_path}.ranks: got {ranks!r}, expected a count of at least 1: calibrate again"
         )
-    bandwidth = _number(dim.get("bandwidth_GiBps"), f"{field_path}.bandwidth_GiBps")
-    latency = _number(dim.get("latency_us_per_hop"), f"{field_path}.latency_us_per_hop", zero=True)
     return DimConstants.of_times(
         name,
         ranks,
-        bandwidth,
-        latency,
+        _number(dim.get("bandwidth_GiBps"), f"{field_path}.bandwidth_GiBps"),
+        _number(dim.get("latency_us_per_hop"), f"{field_path}.latency_us_per_hop", zero=True),
         collectives=_read_curves(dim.get("collectives", {}), f"{field_path}.collectives"),
         changes=_read_curves(
             _object(dim.get("transitions", {}), f"{field_path}.transitions").get("core", {}),

@@ -102,8 +102,7 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
             or not distributed
         ):
             return result
-    options = {name: value for name, value in kwargs.items() if name != "out"}
-    computed = func(*args, **options)
+    computed = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     results = computed if isinstance(computed, (list, tuple)) else (computed,)
     for out, value in zip(outs, results, strict=True):
         _store(getattr(func, "__name__", str(func)), out, value)

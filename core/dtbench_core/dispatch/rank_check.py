@@ -47,9 +47,8 @@ def every_rank_can(
 def all_even(call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]) -> bool:
     """Whether all ranks have shards of the same shape of every input and result."""
     placed, results = placed_shapes(call, inputs, outputs)
-    sizes = call.inputs[0].info.sizes
     return all(
-        splits_evenly(shape[p.dim], p.dim, placements, sizes)
+        splits_evenly(shape[p.dim], p.dim, placements, call.inputs[0].info.sizes)
         for shape, placements in (*placed, *results)
         for p in placements
         if isinstance(p, Shard)
@@ -60,9 +59,10 @@ def placed_shapes(
     call: OpCall, inputs: Sequence[Placements], outputs: Sequence[Placements]
 ) -> tuple[list[tuple[tuple[int, ...], Placements]], ...]:
     """Returns (global shape, placements) of the inputs, and of the outputs that are tensors."""
-    placed = [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)]
-    results = [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None]
-    return placed, results
+    return (
+        [(tuple(s.shape), p) for s, p in zip(call.inputs, inputs, strict=True)],
+        [(tuple(m.shape), p) for m, p in zip(call.outputs, outputs, strict=True) if m is not None],
+    )
 
 
 def _runs(

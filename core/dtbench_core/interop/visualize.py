@@ -94,9 +94,8 @@ def planes(spec: DTensorSpec) -> Iterator[Plane]:
     missing_dim = [[Segment("", 1, ())]]  # replaces the dims that a scalar or a vector lacks
     *outer, rows, columns = missing_dim * (2 - spec.ndim) + [_segments(spec, d) for d in range(spec.ndim)]
     for outer_cell in itertools.product(*outer):
-        title = f"[{', '.join([*(segment.label for segment in outer_cell), ':', ':'])}]" if outer_cell else ""
         yield Plane(
-            title,
+            f"[{', '.join([*(segment.label for segment in outer_cell), ':', ':'])}]" if outer_cell else "",
             rows,
             columns,
             [[_ranks_of(spec, (*outer_cell, row, column)) for column in columns] for row in rows],

@@ -67,8 +67,7 @@ class LocalShardsWrapper(torch.Tensor):
         _check(shards, places)
         first = shards[0]
         shape = (first.size(0), sum(shard.size(1) for shard in shards))
-        stride = (max(shape[1], 1), 1)
-        wrapper = make_wrapper(cls, shape, stride, dtype=first.dtype, device=first.device)
+        wrapper = make_wrapper(cls, shape, (max(shape[1], 1), 1), dtype=first.dtype, device=first.device)
         wrapper._shards, wrapper._offsets = shards, places  # type: ignore[attr-defined]
         return wrapper  # type: ignore[return-value]
 

@@ -116,8 +116,7 @@ def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     and another rank after.
     """
     world = dist.group.WORLD
-    is_whole = world is not None and ranks_of_mesh(mesh) == list(range(world.size()))
-    return world if is_whole else None
+    return world if world is not None and ranks_of_mesh(mesh) == list(range(world.size())) else None
 
 
 def _by_coordinate(mesh: DeviceMesh, dim: int, group: dist.ProcessGroup) -> comm.Group:

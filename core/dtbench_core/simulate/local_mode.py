@@ -111,9 +111,8 @@ class LocalTensorMode(RankRunner):
             leaves = tree_leaves((args, kwargs))
             if op is torch.ops.aten.lift_fresh.default:  # torch.tensor(...)
                 return LocalTensor({rank: args[0].clone() for rank in self.ranks})
-            has_plain = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
             if (
-                has_plain
+                any(isinstance(leaf, torch.Tensor) for leaf in leaves)
                 or any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in leaves)
                 or not any("Tensor" in str(r.type) for r in op._schema.returns)
             ):

@@ -106,8 +106,7 @@ def logspace(
 
     Arguments and errors are those of `linspace`.
     """
-    ends = _number("logspace", start), _number("logspace", end)
-    fill = functools.partial(torch.logspace, *ends, base=base)
+    fill = functools.partial(torch.logspace, _number("logspace", start), _number("logspace", end), base=base)
     return _spaced(fill, "logspace", steps, dtype, layout, requires_grad, device_mesh, placements)
 
 

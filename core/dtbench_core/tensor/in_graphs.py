@@ -105,18 +105,18 @@ def stable_hash(tensor: Wrapper) -> str:
     spec, local = tensor._spec, tensor._local_tensor
     mesh = spec.info.mesh
     groups = mesh.device_type, mesh.mesh_dim_names, ranks_of_mesh(mesh), mesh_group_names(mesh)
-    library = state_of_library()
-    local_metadata = tuple(local.shape), local.stride(), tensor.requires_grad
     return repr(
         (
-            library,
+            state_of_library(),
             groups,
             spec.placements,
             tuple(spec.shape),
             spec.stride,
             spec.order,
             spec.dtype,
-            local_metadata,
+            tuple(local.shape),
+            local.stride(),
+            tensor.requires_grad,
         )
     )
 
