@@ -114,5 +114,5 @@ CHANGES = Part(
     "Changes, case by case",
     fill,
     (),
-    "dtbench report HEAD.jsonl --base BASE.jsonl, or dtbench report with the result of dtbench gate",
+    "dtbench report HEAD.jsonl --base BASE.jsonl -o PAGE.html, or dtbench report GATE/gate.json -o PAGE.html",
 )

@@ -71,7 +71,7 @@ def fill(section: ReportSection, material: Material) -> None:
         add_model(section, topology)
     section.missing = (
         "dtbench run redistribute collectives -o RUN.jsonl, dtbench calibrate RUN.jsonl -o TOPOLOGY.json, then "
-        "dtbench report RUN.jsonl TOPOLOGY.json"
+        "dtbench report RUN.jsonl TOPOLOGY.json -o PAGE.html"
     )
 
 
