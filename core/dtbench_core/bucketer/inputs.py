@@ -182,8 +182,9 @@ def _check_dtensors(tensors: Sequence[Tensor], group: ProcessGroup) -> CheckedIn
             f"got a list of DTensors {spec} for a group of {group.size()} ranks, expected no Partial, and mesh "
             "dims other than the group's: pass one DTensor that is Partial along the group instead"
         )
-    checked = _check_list([stored_local(t).detach() for t in tensors if isinstance(t, Wrapper)])
-    return checked._replace(rewrap=_rewrap(first, spec, spec.placements))
+    return _check_list([stored_local(t).detach() for t in tensors if isinstance(t, Wrapper)])._replace(
+        rewrap=_rewrap(first, spec, spec.placements)
+    )
 
 
 def _mesh_dim_of(spec: DTensorSpec, group: ProcessGroup) -> int | None:

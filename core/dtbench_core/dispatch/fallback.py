@@ -153,8 +153,9 @@ def _outside(
         return outside.kernel(op, mesh, (), structure)()
     if written:
         return written[0] if structure == "tensor" else tuple(written)
-    replicated = (REPLICATE,) * mesh.ndim
-    specs = [None if meta is None else DTensorSpec.of(mesh, replicated, *meta) for meta in metas]
+    specs = [
+        None if meta is None else DTensorSpec.of(mesh, (REPLICATE,) * mesh.ndim, *meta) for meta in metas
+    ]
     device = device_of_results(args, kwargs, mesh.device_type)
     results = [None if s is None else wrap(cls, empty_part(s, device), s) for s in specs]
     return tuple(results) if structure == "list" else results[0]

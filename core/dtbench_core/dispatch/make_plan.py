@@ -112,8 +112,7 @@ def _build_out(info: OpInfo, call: OpCall, *, writes_copied: bool) -> OpPlan | N
     inputs, _ = placements_by_tensor(rows)
     if not rank_check.all_even(plain, inputs, (out.placements,)):
         return None
-    member = out.info.coordinate is not None
-    if member:
+    if out.info.coordinate is not None:
         agreeing = value_check.raise_on_all_ranks(plain, inputs)
         local_op = None if agreeing is None else agreeing(info.kernel)
     else:

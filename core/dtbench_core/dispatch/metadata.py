@@ -30,8 +30,11 @@ Written = tuple[tuple[int, str], ...]
 @functools.cache
 def written_arguments(op: OpOverload) -> Written:
     """Returns (position, name) of the arguments that `op` writes to."""
-    arguments = enumerate(op._schema.arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        (i, argument.name)
+        for i, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def written_by(arguments: Written, args: Args, kwargs: Kwargs) -> list[Wrapper]:
@@ -53,8 +56,12 @@ def device_of_results(args: Args, kwargs: Kwargs, mesh: str) -> torch.device | s
     device: torch.device | None = kwargs.get("device")
     if device is not None:
         return device
-    on_meta = any(leaf.is_meta for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-    return "meta" if on_meta else mesh
+    return "meta" if any(x.is_meta for x in tree_leaves(args) if isinstance(x, torch.Tensor)) else mesh
+
+
+def as_sequence(result: Value) -> Sequence[Value]:
+    """Returns the results of an op as a sequence, also if it returns a single one."""
+    return result if isinstance(result, (list, tuple)) else (result,)
 
 
 Results = tuple[tuple[TensorMeta | None, ...], str]
@@ -85,12 +92,11 @@ def results_of(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs, elementw
     result = op(*meta_args, **meta_kwargs)
     if op is torch.ops.aten.convolution.default:
         result = _as_convolved(result, *meta_args[:2])
-    several = isinstance(result, (list, tuple))
-    listed = result if several else [result]
     metas = tuple(
-        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None for t in listed
+        TensorMeta(t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else None
+        for t in as_sequence(result)
     )
-    return metas, "list" if several else "tensor"
+    return metas, "list" if isinstance(result, (list, tuple)) else "tensor"
 
 
 # Ops that `reshape` calls: the second on ranks where a view is possible. Other ranks clone and then call the first.
@@ -120,8 +126,7 @@ def orders_of(op: OpOverload, args: Args, kwargs: Kwargs, metas: Sequence[Tensor
         result = twin_args[0].view(args[1]) if reshapes else op(*twin_args, **twin_kwargs)
     except (RuntimeError, ValueError):  # no such view exists in this order, only for this rank's strides
         return [None] * len(metas)
-    results = result if isinstance(result, (list, tuple)) else [result]
-    return [tuple(memory_order(result.shape, result.stride())) for result in results]
+    return [tuple(memory_order(view.shape, view.stride())) for view in as_sequence(result)]
 
 
 def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tuple[int, ...]:
@@ -129,8 +134,7 @@ def view_offsets(op: OpOverload, args: tuple[Value, ...], kwargs: Kwargs) -> tup
     leaves, rebuilt = flattened(args, kwargs)
     meta_args, meta_kwargs = rebuilt([as_meta(leaf) for leaf in leaves])
     result = op(*meta_args, **meta_kwargs)
-    views = result if isinstance(result, (list, tuple)) else [result]
-    return tuple(view.storage_offset() * view.itemsize for view in views)
+    return tuple(view.storage_offset() * view.itemsize for view in as_sequence(result))
 
 
 def _as_convolved(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -112,8 +112,11 @@ class OpPlan:
 
     def for_function(self) -> OpPlan:
         """Returns this plan for calls that do not pass through torch: it increments the version counters itself."""
-        kind = self.__class__
-        return kind(self.info, self.kernel, self.out, self.functional, counts=True) if self.writes else self
+        return (
+            self.__class__(self.info, self.kernel, self.out, self.functional, counts=True)
+            if self.writes
+            else self
+        )
 
     def for_result(self, index: int) -> OpPlan:
         """Returns this plan for a function that returns only result `index` of the op."""
@@ -133,9 +136,9 @@ class OpPlan:
             result = kernel(*args, **kwargs)
             if out.__class__ is DTensorSpec:
                 return with_spec_strides(result, out)
-            pairs = zip(result, out, strict=True)
             return result.__class__(
-                local if spec is None else with_spec_strides(local, spec) for local, spec in pairs
+                local if spec is None else with_spec_strides(local, spec)
+                for local, spec in zip(result, out, strict=True)
             )
 
         return self.__class__(self.info, run, out, False)

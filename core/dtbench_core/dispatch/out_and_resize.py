@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 
 from dtbench_core.dispatch import contexts
 from dtbench_core.dispatch.fallback import gathered
+from dtbench_core.dispatch.metadata import as_sequence
 from dtbench_core.dispatch.overlap import refuse_overlap
 from dtbench_core.errors import ArgumentError, MixedTensorError, PlacementError
 from dtbench_core.layout.placement import REPLICATE
@@ -73,8 +74,7 @@ def run_out(dispatch: Dispatch, cls: type[Wrapper], op: OpOverload, args: Args, 
     if all(isinstance(out, Wrapper) for out in outs):
         refuse_overlap(op, outs, args, kwargs, {})
     result = dispatch(cls, functional, (), args, options)
-    results = result if isinstance(result, (list, tuple)) else (result,)
-    for out, value in zip(outs, results, strict=True):
+    for out, value in zip(outs, as_sequence(result), strict=True):
         if any(out is a for a in args) and tuple(out.shape) != tuple(value.shape):
             raise ArgumentError(
                 f"{op} got an out= of shape {list(out.shape)} that is also an input, for a result of shape "
@@ -92,7 +92,7 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
     a subclass, and return `out` unchanged.
     """
     targets = kwargs["out"]
-    outs = targets if isinstance(targets, (list, tuple)) else (targets,)
+    outs = as_sequence(targets)
     distributed = [out for out in outs if isinstance(out, Wrapper)]
     if func not in _IGNORES_OUT:
         versions = [version_of(out) for out in distributed]
@@ -103,8 +103,7 @@ def call_with_out(func: Call, args: Args, kwargs: Kwargs) -> Value:
         ):
             return result
     computed = func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-    results = computed if isinstance(computed, (list, tuple)) else (computed,)
-    for out, value in zip(outs, results, strict=True):
+    for out, value in zip(outs, as_sequence(computed), strict=True):
         _store(getattr(func, "__name__", str(func)), out, value)
         increment_version((out,))
     return targets
@@ -153,8 +152,7 @@ def _resize(op: object, out: Wrapper, value: torch.Tensor) -> None:
     info = out._spec.info
     placements = value._spec.placements if isinstance(value, Wrapper) else (REPLICATE,) * info.ndim
     spec = DTensorSpec.of(info, placements, value.shape, contiguous_stride(value.shape), out._spec.dtype)
-    local = out._local_tensor.new_empty(spec.local_shape)
-    replace_local_and_spec(out, local, spec)
+    replace_local_and_spec(out, out._local_tensor.new_empty(spec.local_shape), spec)
 
 
 def run_in_place_view(

@@ -86,14 +86,13 @@ def _is_unused_gradient(item: torch.Tensor) -> bool:
 
 def _is_scaled(name: str, args: Args) -> bool:
     """Whether a plain tensor is scaled or shifted in place by DTensors of one element, as in gradient clipping."""
-    numbers = [a for a in args[1:] if isinstance(a, Wrapper)]
     has_no_other_tensor = not isinstance(args[0], Wrapper) and all(
         isinstance(a, (Wrapper, int, float)) for a in args[1:]
     )
     return (
         name in SCALING
         and has_no_other_tensor
-        and all(a.numel() == 1 and not a.requires_grad for a in numbers)
+        and all(a.numel() == 1 and not a.requires_grad for a in args[1:] if isinstance(a, Wrapper))
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dtbench_core.dispatch.metadata import as_meta, flattened
+from dtbench_core.dispatch.metadata import as_meta, as_sequence, flattened
 from dtbench_core.layout.placement import REPLICATE, Placements, Shard, local_extents, splits_evenly
 from dtbench_core.layout.spec import DTensorSpec, contiguous_stride, memory_order
 from dtbench_core.op_types import Args, Call, Kwargs, Value
@@ -80,8 +80,7 @@ def _runs(
         result = _run(call, strategy, tensors, expected)
     except REFUSALS:
         return False
-    results = result if isinstance(result, (list, tuple)) else [result]
-    return [tuple(r.shape) for r in results if isinstance(r, torch.Tensor)] == list(expected)
+    return [tuple(r.shape) for r in as_sequence(result) if isinstance(r, torch.Tensor)] == list(expected)
 
 
 def _run(

@@ -91,8 +91,11 @@ class LocalShardsWrapper(torch.Tensor):
         """Metadata for torch.distributed.checkpoint: tensor properties, the wrapper's shape, the shards as chunks."""
         from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
-        properties = TensorProperties.create_from_tensor(self._shards[0])
-        return TensorStorageMetadata(properties=properties, size=self.shape, chunks=_chunks(self))
+        return TensorStorageMetadata(
+            properties=TensorProperties.create_from_tensor(self._shards[0]),
+            size=self.shape,
+            chunks=_chunks(self),
+        )
 
     def joined(self) -> torch.Tensor:
         """Returns the shards concatenated along the columns: a copy of several shards, or the only shard itself."""
@@ -107,8 +110,9 @@ class LocalShardsWrapper(torch.Tensor):
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _SHARD_BY_SHARD and isinstance(args[0], LocalShardsWrapper):
-            results = [func(shard, *args[1:], **(kwargs or {})) for shard in args[0]._shards]
-            return LocalShardsWrapper(results, args[0]._offsets)
+            return LocalShardsWrapper(
+                [func(shard, *args[1:], **(kwargs or {})) for shard in args[0]._shards], args[0]._offsets
+            )
         if func in _BY_OP:
             return _BY_OP[func](*args, **(kwargs or {}))
         raise NoRuleError(
@@ -197,8 +201,9 @@ def _view(wrapper: LocalShardsWrapper, shape: Sequence[int]) -> LocalShardsWrapp
 def _new_empty(wrapper: LocalShardsWrapper, size: Sequence[int], **options: Any) -> LocalShardsWrapper:
     """Returns a wrapper of uninitialized shards with the same shapes. Asynchronous checkpoints call it."""
     _require_own_shape(wrapper, "new_empty", size)
-    empty = [shard.new_empty(shard.shape, **options) for shard in wrapper._shards]
-    return LocalShardsWrapper(empty, wrapper._offsets)
+    return LocalShardsWrapper(
+        [shard.new_empty(shard.shape, **options) for shard in wrapper._shards], wrapper._offsets
+    )
 
 
 def _require_own_shape(wrapper: LocalShardsWrapper, op: str, shape: Sequence[int]) -> None:

@@ -162,8 +162,10 @@ class DTensorSpec:
             return True
         if local.numel() == 0 or self.stride != preserved_stride(tuple(self.shape), self.stride):
             return True
-        dims = zip(local.shape, local.stride(), self.local_stride, strict=True)
-        return all(n == 1 or has == expected for n, has, expected in dims)
+        return all(
+            n == 1 or step == expected
+            for n, step, expected in zip(local.shape, local.stride(), self.local_stride, strict=True)
+        )
 
     def _extents(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._local is None:

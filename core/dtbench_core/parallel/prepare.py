@@ -290,5 +290,7 @@ class SequenceParallel(ParallelStyle):
         return with_recorded_length(redistributed(output, self.sequence_sharding)).to_local()
 
     def __repr__(self) -> str:
-        dim = self.sequence_sharding[0].dim
-        return f"SequenceParallel(sequence_dim={dim}, use_local_output={self.use_local_output})"
+        return (
+            f"SequenceParallel(sequence_dim={self.sequence_sharding[0].dim}, "
+            f"use_local_output={self.use_local_output})"
+        )

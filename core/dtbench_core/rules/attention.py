@@ -78,8 +78,10 @@ def _skip_empty_shard(placed: PlacedSpecs) -> Call | None:
         return None
 
     def empty(query: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
-        saved = query.new_empty(logsumexp.local_shape, dtype=logsumexp.dtype)
-        return query.new_empty(output.local_shape), saved
+        return (
+            query.new_empty(output.local_shape),
+            query.new_empty(logsumexp.local_shape, dtype=logsumexp.dtype),
+        )
 
     return empty
 

@@ -191,9 +191,8 @@ def _finish_reduce_scatter(calls: list[tuple[Tensors, list[Tensors]]], signature
 
 
 def _finish_reduce_scatter_single(calls: list[tuple[Tensors, Tensors]], signature: Signature) -> None:
-    n = len(calls)
     for index in range(len(calls[0][0])):
-        total = _reduced(signature[1], [inputs[index] for _, inputs in calls]).view(n, -1)
+        total = _reduced(signature[1], [inputs[index] for _, inputs in calls]).view(len(calls), -1)
         for rank, (outputs, _) in enumerate(calls):
             outputs[index].view(-1).copy_(total[rank])
 
@@ -323,14 +322,14 @@ class SimulatedGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: object = None) -> dist.Work:
-        # Ranks may contribute parts of different sizes, as long as every rank expects the same size of each part.
-        signature = ("all_gather", "", _metadata_of([part for parts in outputs for part in parts]))
         for parts, sent in zip(outputs, inputs, strict=True):
             if parts[self._group_rank].shape != sent.shape or parts[self._group_rank].dtype != sent.dtype:
                 raise SimulationError(
                     f"all_gather got {sent.dtype} {list(sent.shape)} to send and {parts[self._group_rank].dtype} "
                     f"{list(parts[self._group_rank].shape)} as this rank's part of the output; expected the same"
                 )
+        # Ranks may contribute parts of different sizes, as long as every rank expects the same size of each part.
+        signature = ("all_gather", "", _metadata_of([part for parts in outputs for part in parts]))
         return self._call(signature, _finish_all_gather, (outputs, inputs), outputs)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:

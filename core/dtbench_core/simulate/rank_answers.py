@@ -143,8 +143,9 @@ def _mover(mode: RankRunner, original: Call, step: Any, source: DTensorSpec) -> 
     def move(step: Any, source: DTensorSpec, shard: torch.Tensor) -> Any:
         return original(step, source)(plain_part(shard, source))
 
-    name = f"redistribute ({step})"
-    return lambda local: mode.call_as_ranks(move, [step, source, local], name=name, sees_ops=False)
+    return lambda local: mode.call_as_ranks(
+        move, [step, source, local], name=f"redistribute ({step})", sees_ops=False
+    )
 
 
 def _wrapped(mode: RankRunner, original: Call, local: torch.Tensor, spec: Any, *args: object) -> Any:
