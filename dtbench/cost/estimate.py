@@ -7,10 +7,8 @@ and its interval widens with every doubling.
 import math
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
 
 from dtbench.records.topology import Constants, Dim, MeasuredCurve, TableRow
-from dtbench_core.cost.curve import Curve
 from dtbench_core.cost.ring import Ring, busbw_factor
 
 # Minimum half width of the interval (log scale) per doubling outside the table. 56 public curves were cut off, and this
@@ -62,9 +60,9 @@ def estimate_call(curve: MeasuredCurve, size_bytes: float) -> CallEstimate:
     if not size_bytes >= 1:
         raise ValueError(f"got size_bytes={size_bytes}: expected at least 1")
     first, last = curve.table[0], curve.table[-1]
-    time_us = times_of(curve).us(size_bytes)
+    time_us = curve.columns["time_us"].us(size_bytes)
     if first.size_bytes <= size_bytes <= last.size_bytes:
-        low_us, high_us = (times_of(curve, column).us(size_bytes) for column in ("low_us", "high_us"))
+        low_us, high_us = (curve.columns[column].us(size_bytes) for column in ("low_us", "high_us"))
         return CallEstimate(time_us, low_us, high_us)
     nearest = last if size_bytes > last.size_bytes else first
     factor = max(size_bytes / nearest.size_bytes, nearest.size_bytes / size_bytes)
@@ -112,7 +110,7 @@ def estimate_collective(dim: Dim, collective: str, ranks: int, size_bytes: int) 
 def _grows(curve: MeasuredCurve) -> bool:
     """Whether the times at the end of the table grow with size."""
     last = curve.table[-1]
-    return times_of(curve).end_slope() * last.size_bytes >= MIN_SLOPE_SHARE * last.time_us
+    return curve.columns["time_us"].end_slope() * last.size_bytes >= MIN_SLOPE_SHARE * last.time_us
 
 
 def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> CallEstimate:
@@ -124,7 +122,7 @@ def _by_other_slopes(dim: Dim, collective: str, size_bytes: int) -> CallEstimate
     last = dim.collectives[collective].table[-1]
     factor = size_bytes / last.size_bytes
     per_byte = [
-        times_of(curve).end_slope() / busbw_factor(name, dim.ranks)
+        curve.columns["time_us"].end_slope() / busbw_factor(name, dim.ranks)
         for name, curve in dim.collectives.items()
         if name != collective and _grows(curve)
     ]
@@ -155,11 +153,6 @@ def _with_half_width(
     """Returns an estimate with the given half width of its interval, on a log scale."""
     spread = math.exp(min(half_width, MAX_HALF_WIDTH))
     return CallEstimate(time_us, time_us / spread, time_us * spread, size_factor, ranks_factor, by_formula)
-
-
-def times_of(curve: MeasuredCurve, column: Literal["time_us", "low_us", "high_us"] = "time_us") -> Curve:
-    """Returns a column of the curve's table over size. Rows without an interval use their time."""
-    return curve.columns[column]
 
 
 def ring_us(collective: str, size_bytes: float, ranks: int, constants: Constants | Dim) -> float:

@@ -27,7 +27,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops import single_dim_strategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import literal
 from dtbench.cost.export.targets import TARGETS, ExportRequest, export, render
 from dtbench.cost.plan.machines import TopologyLinks
@@ -508,7 +507,7 @@ def topology(request: pytest.FixtureRequest, dtbench: Cli) -> CalibratedTopology
 def message_us(topology: CalibratedTopology, collective: str) -> float:
     """Returns the curve's time of the message that moves the tensor."""
     size = MESSAGE_BYTES[collective]
-    us = times_of(topology.dims[0].collectives[collective]).us(size)
+    us = topology.dims[0].collectives[collective].columns["time_us"].us(size)
     assert us == pytest.approx(time_us(collective, size), rel=0.01)
     return us
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from dtbench.cost.estimate import times_of
 from dtbench.cost.export import inductor_profile
 from dtbench.cost.export.targets import ExportRequest, export, render
 from dtbench.errors import UnreadableRunError, UsageError
@@ -63,7 +62,7 @@ def assert_follows(
     per_element = element_bytes(collective, dtype, len(ranks))
     sizes = {int(2 ** (exponent / 7)) for exponent in range(7 * 37)}
     for elements in sorted({max(1, size // per_element) for size in sizes}):
-        expected_ms = times_of(curve).us(elements * per_element) / 1e3
+        expected_ms = curve.columns["time_us"].us(elements * per_element) / 1e3
         got_ms, source = profile.lookup_collective(collective, ranks, elements, dtype)
         tolerance = 0.05 if elements * per_element <= curve.table[-1].size_bytes else 0.1
         assert source == "profile"
@@ -219,7 +218,8 @@ def test_compiled_function_uses_the_profile_of_its_group(tmp_path: Path) -> None
     ]
     sizes = {"all_gather_into_tensor": 2**15, "all_reduce": 2**14, "reduce_scatter_tensor": 2**14}
     expected_ms = {
-        name: times_of(curves[name.removesuffix("_into_tensor").removesuffix("_tensor")]).us(size) / 1e3
+        name: curves[name.removesuffix("_into_tensor").removesuffix("_tensor")].columns["time_us"].us(size)
+        / 1e3
         for name, size in sizes.items()
     }
     got_ms = {entry["node"]: entry["pge_ms"] for entry in json.loads(log)["diagnostics"]}

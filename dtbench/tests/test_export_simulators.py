@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dtbench.cost.estimate import ring_us, times_of
+from dtbench.cost.estimate import ring_us
 from dtbench.cost.export.aiconfigurator import OPERATIONS
 from dtbench.cost.export.targets import ExportRequest, export, render
 from dtbench.errors import UsageError
@@ -388,7 +388,7 @@ def test_aiconfigurator_look_ups_follow_the_curves(tmp_path: Path) -> None:
     }
     for dim in ONE_HOST.dims:
         for collective, operation in OPERATIONS.items():
-            curve = times_of(dim.collectives[collective])
+            curve = dim.collectives[collective].columns["time_us"]
             for dtype, itemsize in (("half", 2), ("int8", 1)):
                 table = times[dtype, operation, dim.ranks]
                 assert (min(table), max(table)) == (1, 2**40 // itemsize)
@@ -441,7 +441,7 @@ def test_aiconfigurator_finds_the_exported_times(tmp_path: Path) -> None:
     )
     NCCL.load_data(database)
     table = database._nccl_data[CommQuantMode.half]["all_reduce"][8]
-    curve = times_of(ONE_HOST.dims[2].collectives["all_reduce"])
+    curve = ONE_HOST.dims[2].collectives["all_reduce"].columns["time_us"]
     assert table[2**25]["latency"] == pytest.approx(curve.us(2**26) / 1e3)
     assert database.system_spec.get_p2p_bandwidth(16) == 50e9
 

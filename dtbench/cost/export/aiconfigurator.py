@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import render_template
 from dtbench.cost.export.system import (
     bandwidth_between_hosts,
@@ -91,15 +90,18 @@ def render(request: ExportRequest) -> Export:
             "aiconfigurator needs the bandwidth inside a host, but every mesh dim of the topology crosses hosts: "
             "measure a mesh with a dim inside hosts"
         )
-    versions = [run.versions.get("nccl") or "" for run in topology.runs]
-    version = next((match[0] for text in versions if (match := NCCL_VERSION.match(text))), None)
-    if version is None:
+    matches = (NCCL_VERSION.match(run.versions.get("nccl") or "") for run in topology.runs)
+    if (version := next((match[0] for match in matches if match), None)) is None:
         raise UsageError(
             "aiconfigurator needs the version of NCCL, which the topology does not record: calibrate a run with NCCL"
         )
     name, machine = SYSTEMS[system.gpu]
-    # Number of GPUs -> the first dim with so many ranks.
-    exported = {dim.ranks: dim for dim in reversed(topology.dims) if _fills_hosts(dim, system.gpus_per_host)}
+    # Number of GPUs -> the first dim with so many ranks, whose groups are on as few hosts as possible.
+    exported = {
+        dim.ranks: dim
+        for dim in reversed(topology.dims)
+        if hosts_per_group(dim) == math.ceil(dim.ranks / system.gpus_per_host)
+    }
     spec = render_template(
         request,
         "aiconfigurator.yaml",
@@ -110,7 +112,6 @@ def render(request: ExportRequest) -> Export:
         host_GBps=bandwidth_inside(system.host_dim),
         network_GBps=system.network_dim and bandwidth_between_hosts(system.network_dim),
     )
-    assert isinstance(spec.content, str)
     rows = [
         ("dtbench", version, system.gpu, operation, source, dtype, ranks, elements, time_ms)
         for ranks, dim in exported.items()
@@ -118,21 +119,19 @@ def render(request: ExportRequest) -> Export:
     ]
     folder = f"data/{name}/comm/nccl/{version}"
     files = {
-        f"{name}.yaml": spec.content.encode(),
+        f"{name}.yaml": spec.encode(),
         f"{folder}/nccl_perf.parquet": _parquet(rows),
         f"{folder}/collection_meta.yaml": META.format(version=version).encode(),
     }
-    notes = [
-        f"not exported: {dim.name}, since aiconfigurator has one table per number of GPUs, on as few hosts as possible"
-        for dim in topology.dims
-        if dim not in exported.values()
-    ]
-    return Export(files, tuple(notes))
-
-
-def _fills_hosts(dim: Dim, gpus_per_host: int) -> bool:
-    """Returns whether the groups are on as few hosts as possible."""
-    return hosts_per_group(dim) == math.ceil(dim.ranks / gpus_per_host)
+    return Export(
+        files,
+        tuple(
+            f"not exported: {dim.name}, since aiconfigurator has one table per number of GPUs, on as few hosts as "
+            "possible"
+            for dim in topology.dims
+            if dim not in exported.values()
+        ),
+    )
 
 
 def _times(dim: Dim) -> Iterator[tuple[str, str, str, int, float]]:
@@ -140,7 +139,7 @@ def _times(dim: Dim) -> Iterator[tuple[str, str, str, int, float]]:
     for collective, curve in dim.collectives.items():
         if collective not in OPERATIONS:
             continue
-        times = times_of(curve)
+        times = curve.columns["time_us"]
         for dtype, itemsize in DTYPE_BYTES.items():
             for size in (itemsize, *times.sizes, LARGEST_BYTES):
                 source = "NCCL" if times.sizes[0] <= size <= times.sizes[-1] else "extrapolated"

@@ -33,12 +33,17 @@ def render(request: ExportRequest) -> Export:
     """
     system = measured_system(request.topology, "autoparallel")
     arch, per_host = ARCHITECTURES[_model(system.gpu, request.topology.device_type)], system.gpus_per_host
+    host_dim, network_dim = system.host_dim, system.network_dim
     inside, between = DEFAULT_BANDWIDTHS[arch]
     arguments: dict[str, tuple[object, str]] = {
         "num_nodes": (system.hosts, "hosts"),
         "gpus_per_node": (per_host, "ranks per host"),
-        "bw_intra": (inside, "autoparallel's own value: no dim inside hosts was measured"),
-        "bw_inter": (between, "autoparallel's own value: no dim between hosts was measured"),
+        "bw_intra": (bandwidth_inside(host_dim), "fitted over the widest dim in a host")
+        if host_dim
+        else (inside, "autoparallel's own value: no dim inside hosts was measured"),
+        "bw_inter": (bandwidth_between_hosts(network_dim), "fitted over the slowest dim between hosts")
+        if network_dim
+        else (between, "autoparallel's own value: no dim between hosts was measured"),
         "num_channels": (None, "NCCL's default for the GPU"),
         # Boards with PCIe or a bridge (NVL) have no NVSwitch, nor have hosts with fewer than 8 GPUs.
         "has_nvswitch": (
@@ -46,20 +51,16 @@ def render(request: ExportRequest) -> Export:
             "by the name and number of GPUs; correct it if it is wrong",
         ),
         "has_collnet": (False, "unknown; True if the network reduces (SHARP)"),
-        "net_latency": (0.0, "no dim between hosts was measured"),
-    }
-    if system.host_dim:
-        arguments["bw_intra"] = (bandwidth_inside(system.host_dim), "fitted over the widest dim in a host")
-    if slowest := system.network_dim:
-        arguments["bw_inter"] = (
-            bandwidth_between_hosts(slowest),
-            "fitted over the slowest dim between hosts",
-        )
-        arguments["net_latency"] = (
-            round(_extra_latency_us(slowest), 3),
+        "net_latency": (
+            round(_extra_latency_us(network_dim), 3),
             "of a hop of that dim, beyond NCCL's 2.7 us",
         )
-    return render_template(request, "autoparallel.py", arch=arch, gpu=ascii(system.gpu), arguments=arguments)
+        if network_dim
+        else (0.0, "no dim between hosts was measured"),
+    }
+    return Export(
+        render_template(request, "autoparallel.py", arch=arch, gpu=ascii(system.gpu), arguments=arguments)
+    )
 
 
 def _model(gpu: str, device_type: str) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterator
 
-from dtbench.cost.estimate import times_of
 from dtbench.cost.export.module import INDUCTOR_COLLECTIVES, describe_source
 from dtbench.cost.export.targets import Export, ExportRequest
 from dtbench.errors import UsageError
@@ -136,7 +135,7 @@ def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object
         if collective not in dim.collectives:
             continue
         name, itemsize = DTYPES[dtype]
-        curve = times_of(dim.collectives[collective])
+        curve = dim.collectives[collective].columns["time_us"]
         # The curve counts the scattered tensor, torch the part that a rank receives.
         element_bytes = itemsize * (dim.ranks if collective == "reduce_scatter" else 1)
         for elements in sample_sizes(curve, element_bytes):

@@ -8,7 +8,6 @@ from pathlib import Path
 import jinja2
 
 from dtbench._version import __version__
-from dtbench.cost.estimate import times_of
 from dtbench.cost.export.targets import Export, ExportRequest
 from dtbench.errors import UsageError
 from dtbench.records.topology import CalibratedTopology
@@ -27,20 +26,25 @@ INDUCTOR_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatte
 def render_torch(request: ExportRequest) -> Export:
     """Returns the module that installs constants and times in torch.distributed.tensor."""
     topology = request.topology
-    dims = {dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims}
-    return _render_installer(request, "torch", dims=dims, curves=dict(_placement_curves(topology)))
+    return _render_installer(
+        request,
+        "torch",
+        dims={dim.name: (dim.ranks, dim.bandwidth_GiBps, dim.latency_us_per_hop) for dim in topology.dims},
+        curves=dict(_placement_curves(topology)),
+    )
 
 
 def render_inductor(request: ExportRequest) -> Export:
     """Returns the module that installs times of collectives in the scheduler of torch.compile."""
     curves = {
-        (dim.name, name): times_of(dim.collectives[name])
+        (dim.name, name): dim.collectives[name].columns["time_us"]
         for dim in request.topology.dims
         for name in INDUCTOR_COLLECTIVES
         if name in dim.collectives
     }
-    ranks = {dim.name: dim.ranks for dim in request.topology.dims}
-    return _render_installer(request, "inductor", ranks=ranks, curves=curves)
+    return _render_installer(
+        request, "inductor", ranks={dim.name: dim.ranks for dim in request.topology.dims}, curves=curves
+    )
 
 
 def _render_installer(request: ExportRequest, template: str, **values: object) -> Export:
@@ -50,18 +54,20 @@ def _render_installer(request: ExportRequest, template: str, **values: object) -
             f"the topology was fitted with a base latency of {base:g} us, expected the {BASE_LATENCY_US} us of "
             "torch's formulas: calibrate again"
         )
-    return render_template(
-        request,
-        f"{template}.py",
-        device_type=topology.device_type,
-        curve_source=inspect.getsource(Curve).rstrip(),
-        versions=" and ".join(TORCH_VERSIONS),
-        newest=TORCH_VERSIONS[-1],
-        **values,
+    return Export(
+        render_template(
+            request,
+            f"{template}.py",
+            device_type=topology.device_type,
+            curve_source=inspect.getsource(Curve).rstrip(),
+            versions=" and ".join(TORCH_VERSIONS),
+            newest=TORCH_VERSIONS[-1],
+            **values,
+        )
     )
 
 
-def render_template(request: ExportRequest, template: str, **values: object) -> Export:
+def render_template(request: ExportRequest, template: str, **values: object) -> str:
     """Renders a file from a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -71,12 +77,10 @@ def render_template(request: ExportRequest, template: str, **values: object) -> 
     )
     environment.filters["literal"] = literal
     name = request.path.stem
-    return Export(
-        environment.get_template(f"{template}.jinja").render(
-            module=name if name.isascii() and name.isidentifier() else "topology",
-            source=describe_source(request.topology),
-            **values,
-        )
+    return environment.get_template(f"{template}.jinja").render(
+        module=name if name.isascii() and name.isidentifier() else "topology",
+        source=describe_source(request.topology),
+        **values,
     )
 
 
@@ -100,12 +104,11 @@ def literal(value: object) -> str:
 
 def describe_source(topology: CalibratedTopology) -> dict[str, object]:
     """Describes the origin and the accuracy of the numbers."""
-    versions = topology.runs[0].versions if topology.runs else {}
     return {
         "written_by": f"dtbench {__version__}",
         "calibrated": topology.created,
         "runs": [run.run_id for run in topology.runs],
-        "versions": {key: value for key, value in versions.items() if value},
+        "versions": {key: value for run in topology.runs[:1] for key, value in run.versions.items() if value},
         "device_type": topology.device_type,
         "backend": topology.backend,
         "mesh": dict(zip(topology.mesh.dim_names, topology.mesh.shape, strict=True)),
@@ -121,13 +124,15 @@ def _placement_curves(topology: CalibratedTopology) -> Iterator[tuple[tuple[str,
     Transitions from Replicate do not communicate and keep a cost of 0, which torch relies on.
     """
     for dim in topology.dims:
-        collectives = {name: times_of(curve) for name, curve in dim.collectives.items()}
+        collectives = {name: curve.columns["time_us"] for name, curve in dim.collectives.items()}
         curves: dict[str, Curve | None] = {**curves_of_changes(collectives, dim.ranks)}
         if topology.device_type == "cpu":
             # On a CPU, DTensor gathers the complete tensor and slices its shard (`shard_dim_alltoall` in
             # torch/distributed/tensor/_collective_utils.py).
             curves |= dict.fromkeys(SHARD_TO_SHARD, collectives.get("all_gather"))
-        curves |= {change: times_of(curve) for change, curve in dim.transitions.get("torch", {}).items()}
+        curves |= {
+            change: curve.columns["time_us"] for change, curve in dim.transitions.get("torch", {}).items()
+        }
         for change in SENDING:
             if (curve := curves.get(change)) is not None:
                 yield (dim.name, change), curve

@@ -4,7 +4,6 @@ Both model a collective by one bandwidth and one latency. The templates explain 
 """
 
 import math
-from dataclasses import replace
 
 from dtbench.cost.export.module import render_template
 from dtbench.cost.export.system import (
@@ -27,7 +26,7 @@ def render_primus(request: ExportRequest) -> Export:
     """
     system = measured_system(request.topology, "Primus")
     host_dim, network_dim = system.host_dim, system.network_dim
-    rendered = render_template(
+    config = render_template(
         request,
         "primus.yaml",
         system=system,
@@ -40,12 +39,12 @@ def render_primus(request: ExportRequest) -> Export:
             steps=math.ceil(math.log2(hosts_per_group(network_dim))),
         ),
     )
-    unmeasured = [place for place, dim in (("inside", host_dim), ("between", network_dim)) if dim is None]
-    return replace(
-        rendered,
-        notes=tuple(
+    return Export(
+        config,
+        tuple(
             f"Primus's own bandwidth {place} hosts is used, since no mesh dim {place} hosts was measured"
-            for place in unmeasured
+            for place, dim in (("inside", host_dim), ("between", network_dim))
+            if dim is None
         ),
     )
 
@@ -80,9 +79,11 @@ def render_astra_sim(request: ExportRequest) -> Export:
             f"ASTRA-sim needs every dim of the mesh {format_mesh(mesh)}, but {format_mesh(missing)} was not "
             "calibrated: measure it, too"
         )
-    return render_template(
-        request,
-        "astra_sim.yaml",
-        base_us=topology.base_latency_us,
-        dims=[calibrated[dim] for dim in reversed(mesh)],
+    return Export(
+        render_template(
+            request,
+            "astra_sim.yaml",
+            base_us=topology.base_latency_us,
+            dims=[calibrated[dim] for dim in reversed(mesh)],
+        )
     )

@@ -37,7 +37,6 @@ def measured_system(topology: CalibratedTopology, taker: str) -> MeasuredSystem:
     Raises:
         UsageError: the number of hosts or a dim's layout on them is unknown, or hosts have unequal numbers of GPUs.
     """
-    gpu = next((run.gpu for run in topology.runs if run.gpu), "")
     hosts = max((run.hosts for run in topology.runs), default=0)
     ranks = math.prod(topology.mesh.shape)
     if not hosts or ranks % hosts:
@@ -50,14 +49,20 @@ def measured_system(topology: CalibratedTopology, taker: str) -> MeasuredSystem:
             f"the topology does not record whether groups of {', '.join(unknown)} cross hosts: "
             "calibrate a run that records its hosts"
         )
-    inner = [dim for dim in topology.dims if dim.layout.kind == "intra-host"]
-    outer = [dim for dim in topology.dims if dim.layout.kind != "intra-host"]
     return MeasuredSystem(
-        gpu,
-        hosts,
-        ranks // hosts,
-        max(inner, key=lambda dim: dim.ranks, default=None),
-        min(outer, key=bandwidth_between_hosts, default=None),
+        gpu=next((run.gpu for run in topology.runs if run.gpu), ""),
+        hosts=hosts,
+        gpus_per_host=ranks // hosts,
+        host_dim=max(
+            (dim for dim in topology.dims if dim.layout.kind == "intra-host"),
+            key=lambda dim: dim.ranks,
+            default=None,
+        ),
+        network_dim=min(
+            (dim for dim in topology.dims if dim.layout.kind != "intra-host"),
+            key=bandwidth_between_hosts,
+            default=None,
+        ),
     )
 
 

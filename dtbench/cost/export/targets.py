@@ -6,7 +6,7 @@ The command line imports this module for its help, so records are imported only 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,9 +126,10 @@ def render(request: ExportRequest, name: str) -> Export:
             "the topology has no mesh dim, expected at least one: calibrate a run of the suite collectives"
         )
     module, _, function = target.renderer.partition(".")
-    rendered = getattr(importlib.import_module(f"dtbench.cost.export.{module}"), function)(request)
-    assert isinstance(rendered, Export)
-    return rendered
+    renderer: Callable[[ExportRequest], Export] = getattr(
+        importlib.import_module(f"dtbench.cost.export.{module}"), function
+    )
+    return renderer(request)
 
 
 def _is_export(head: str) -> bool:
