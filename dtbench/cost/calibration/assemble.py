@@ -72,8 +72,10 @@ def calibrate(runs: Sequence[Run]) -> CalibratedTopology:
     ]
     dims = [calibrate_dim(dim) for dim in measured if why_left_out(dim) is None]
     if not dims:
-        reasons = "; ".join(f"{dim.name}: {dim.reason}" for dim in left_out)
-        raise UsageError(f"no mesh dim of {setups.paths(runs)} can be calibrated ({reasons})")
+        raise UsageError(
+            f"no mesh dim of {setups.paths(runs)} can be calibrated "
+            f"({'; '.join(f'{dim.name}: {dim.reason}' for dim in left_out)})"
+        )
     return CalibratedTopology(
         schema=SCHEMA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),

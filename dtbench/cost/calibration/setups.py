@@ -14,12 +14,10 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         raise UsageError("no run given: expected at least one file of `dtbench run`")
     run_of_id: dict[str, Run] = {}
     for run in runs:
-        run_id = run.header.run_id
-        if run_id in run_of_id:
+        if (same := run_of_id.setdefault(run.header.run_id, run)) is not run:
             raise UsageError(
-                f"{run.path} and {run_of_id[run_id].path} are the same run ({run_id}): give it once"
+                f"{run.path} and {same.path} are the same run ({run.header.run_id}): give it once"
             )
-        run_of_id[run_id] = run
     first_of: dict[str, tuple[object, Run]] = {}
     for run in runs:
         for label, value in setup_of(run).items():

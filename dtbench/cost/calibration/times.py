@@ -13,7 +13,6 @@ inferred from the mesh's shape.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -210,12 +209,8 @@ def samples_us(results: Sequence[Result], groups: Groups) -> list[Array]:
         from_last if from_last.size else result.samples_s or (result.time_s.p25,) if result.time_s else ()
         for result, from_last in zip(results, from_last_arrivals_s(results, groups), strict=True)
     ]
-    if not seconds:
-        return []
-    times = np.concatenate([np.asarray(samples, dtype=np.float64) for samples in seconds]) * 1e6
-    valid = np.isfinite(times) & (times > 0)
-    bounds = itertools.pairwise(itertools.accumulate(map(len, seconds), initial=0))
-    return [times[start:end][valid[start:end]] for start, end in bounds]
+    times_us = (np.asarray(samples, dtype=np.float64) * 1e6 for samples in seconds)
+    return [times[np.isfinite(times) & (times > 0)] for times in times_us]
 
 
 Sharing = Literal["together", "alone"]
@@ -345,11 +340,10 @@ def _transitions(
         warnings.append(
             "redistributions were measured with only one group at work: they may be slower with all groups"
         )
-    by_impl = {
-        impl: times_by_name([entry for entry in results if entry.result.impl == impl], groups, warnings)
-        for impl in IMPLS
+    by_impl = group_by(results, lambda entry: entry.result.impl)
+    return {
+        impl: calls for impl in IMPLS if (calls := times_by_name(by_impl.get(impl, []), groups, warnings))
     }
-    return {impl: calls for impl, calls in by_impl.items() if calls}
 
 
 def _contention(

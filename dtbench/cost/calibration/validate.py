@@ -328,7 +328,6 @@ class Models:
         self.dims = {dim.name: dim for dim in dims}
         links = [] if devices_per_host is None else guessed_links(mesh.shape, devices_per_host)
         self._guessed = dict(zip(mesh.dim_names, links, strict=False))
-        self._scale = self._fitted_scale()
 
     def curve(self, dim: str, kind: str, name: str) -> MeasuredCurve | None:
         """Returns the curve of a collective or redistribution. kind: see `MeasuredDim.calls`."""
@@ -345,11 +344,12 @@ class Models:
             predicted["builtin"] = Ring(fitted.ranks, *self._guessed[dim]).collective_us(name, size_bytes)
         if (link := builtin_link(fitted.layout)) is not None:
             predicted["builtin_layout"] = Ring(fitted.ranks, *link).collective_us(name, size_bytes)
-            predicted["builtin_scaled"] = predicted["builtin_layout"] * self._scale
+            predicted["builtin_scaled"] = predicted["builtin_layout"] * self._fitted_scale
         return predicted
 
+    @functools.cached_property
     def _fitted_scale(self) -> float:
-        """Returns the factor on torch's constants that fits the topology's tables best.
+        """The factor on torch's constants that fits the topology's tables best.
 
         It is the median of the log ratios, which minimizes the reported metric.
         """

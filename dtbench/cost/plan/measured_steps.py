@@ -316,19 +316,19 @@ def _with_assumed_recomputation(steps: Sequence[MeasuredStep], machine: MachineS
     def error(group: Sequence[MeasuredStep]) -> float:
         return median(abs(predicted_bytes(step) / step.memory - 1) for step in group if step.memory)
 
-    assumed = list(steps)
+    assumed = dict(enumerate(steps))
     groups = group_by(range(len(steps)), lambda index: (steps[index].job.model.name, steps[index].job.gpus))
     for indices in groups.values():
         group = [steps[index] for index in indices]
         recomputing = [replace(step, layout=replace(step.layout, recompute="full")) for step in group]
-        if any(step.memory for step in group):
-            is_assumed = error(recomputing) < error(group)
-        else:
-            is_assumed = any(predicted_bytes(step) > limit for step in group)
+        is_assumed = (
+            error(recomputing) < error(group)
+            if any(step.memory for step in group)
+            else any(predicted_bytes(step) > limit for step in group)
+        )
         if is_assumed:
-            for index, step in zip(indices, recomputing, strict=True):
-                assumed[index] = step
-    return assumed
+            assumed |= zip(indices, recomputing, strict=True)
+    return list(assumed.values())
 
 
 def _notes(

@@ -42,8 +42,10 @@ def _quantities(job: TrainingJob) -> dict[str, float]:
 def fitted_range_of(jobs: Iterable[TrainingJob]) -> dict[str, tuple[float, float]]:
     """Returns the smallest and the largest value of each quantity over the jobs."""
     quantities = [_quantities(job) for job in jobs]
-    columns = {name: [values[name] for values in quantities] for name in quantities[0]}
-    return {name: (min(column), max(column)) for name, column in columns.items()}
+    return {
+        name: (min(values[name] for values in quantities), max(values[name] for values in quantities))
+        for name in quantities[0]
+    }
 
 
 def error_of(kinds: Sequence[str], ratios: Sequence[float]) -> ErrorBounds:
