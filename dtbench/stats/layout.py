@@ -67,9 +67,7 @@ def mesh_groups(header: Header) -> dict[str, Groups]:
     It is empty if the header does not list the ranks of its mesh: a damaged file may claim a mesh of any size.
     """
     names, shape = header.mesh.dim_names, header.mesh.shape
-    if not names or math.prod(shape) != len(header.ranks):
-        return {}
-    return groups_by_dim(names, shape)
+    return groups_by_dim(names, shape) if names and math.prod(shape) == len(header.ranks) else {}
 
 
 def layout_of(header: Header) -> list[DimLayout]:

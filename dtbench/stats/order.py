@@ -1,6 +1,6 @@
 """Quantiles of samples, the estimate of a launch, and intervals from bootstrap replicates."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -13,14 +13,13 @@ from dtbench.suite import Case
 _K = TypeVar("_K", bound=Hashable)
 
 
-def order_statistic(values: Iterable[float], share: float) -> float:
+def order_statistic(values: Collection[float], share: float) -> float:
     """Returns the sorted value at index floor(n * share), without interpolation.
 
     Raises:
         IndexError: no values.
     """
-    ordered = sorted(values)
-    return ordered[int(len(ordered) * share)]
+    return sorted(values)[int(len(values) * share)]
 
 
 def estimate_s(samples_s: Sequence[float], case: Case | Result) -> float:

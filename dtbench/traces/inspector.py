@@ -88,14 +88,15 @@ def read_logs(files: Sequence[Path]) -> Job:
                 column.append(value)
     if not numbers:
         raise UnreadableRunError(f"no calls in {', '.join(map(str, files[:3]))}: expected {EXPECTED}")
-    names = ["id", "name", "group_size", "process", "log", "member", "function", "clock", "to_itself"]
-    callers = pd.DataFrame([*numbers], columns=names)
+    callers = pd.DataFrame(
+        [*numbers],
+        columns=["id", "name", "group_size", "process", "log", "member", "function", "clock", "to_itself"],
+    )
     callers["rank"] = _global_ranks(callers, notes)
     callers["mesh_dim"] = _mesh_dims(callers)
     callers["collective"] = callers["function"].map(parse_collective)
     calls = pd.DataFrame(dict(zip(("caller", "sn", "bytes", "s", "busbw"), columns, strict=True)))
-    calls = _check(calls, callers, notes)
-    collectives = sorted(_collectives(calls, callers), key=lambda row: (row.rank, -row.time_s))
+    collectives = _collectives(_check(calls, callers, notes), callers)
     ranks = callers.drop_duplicates("rank").sort_values("rank")
     world_size = max(len(ranks), int(callers["group_size"].max()))
     missing = [f"have logs of {len(ranks)} of {world_size} ranks"] * (len(ranks) < world_size)
@@ -117,7 +118,7 @@ def read_logs(files: Sequence[Path]) -> Job:
             )
             for rank, log, process in zip(ranks["rank"], ranks["log"], ranks["process"], strict=True)
         ),
-        collectives=tuple(collectives),
+        collectives=tuple(sorted(collectives, key=lambda row: (row.rank, -row.time_s))),
         notes=(*missing, *(f"{text}: {count}" for text, count in notes.items() if count)),
     )
 
@@ -269,9 +270,8 @@ def _collectives(calls: pd.DataFrame, callers: pd.DataFrame) -> Iterator[Collect
     }
     kinds = callers.groupby(kind).ngroup().to_numpy()[calls["caller"]]
     rows = calls.groupby([kinds, "bytes"], dropna=False).agg(**figures).reset_index("bytes")
-    for row in rows.join(callers[kind], on="caller").drop(columns="caller").to_dict("records"):
-        row["bytes"] = None if math.isnan(row["bytes"]) else int(row["bytes"])
-        row["transfer_s"] = None if math.isnan(row["transfer_s"]) else row["transfer_s"]
+    rows = rows.join(callers[kind], on="caller").drop(columns="caller").astype({"bytes": "Int64"})
+    for row in rows.astype(object).where(rows.notna(), None).to_dict("records"):
         mean_s = row["time_s"] / row["count"]
         busbw = bus_bandwidth(row["collective"], row["group_size"], row["bytes"], mean_s)
         yield Collective(**{str(name): value for name, value in row.items()}, busbw=busbw)

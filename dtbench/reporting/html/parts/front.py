@@ -148,14 +148,16 @@ def _of_topology(topology: CalibratedTopology, run_ids: set[str]) -> list[str]:
 
 def failures(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, list[str]]]]]:
     """Returns (caption, [(reason, results)]): results with the same reason are listed together."""
-    faults = []
-    for status, caption in NOT_OK.items():
-        results = (r for run in runs for r in run.results if r.status == status)
-        if by_reason := group_by(results, lambda result: result.reason or "no reason given"):
-            faults.append(
-                (caption, [(reason, list(map(_describe, results))) for reason, results in by_reason.items()])
-            )
-    return faults
+    by_status = group_by((result for run in runs for result in run.results), lambda result: result.status)
+    faults = {
+        caption: group_by(by_status[status], lambda result: result.reason or "no reason given")
+        for status, caption in NOT_OK.items()
+        if status in by_status
+    }
+    return [
+        (caption, [(reason, list(map(_describe, results))) for reason, results in by_reason.items()])
+        for caption, by_reason in faults.items()
+    ]
 
 
 def _describe(result: Result) -> str:
