@@ -180,9 +180,9 @@ class ReferenceVerdict(Struct, frozen=True, kw_only=True):
         ratios = lowest if lowest == highest else f"{lowest} to {highest}"
         sources = f"{self.sources} sources" if self.sources >= len(_COUNTS) else _COUNTS[self.sources]
         doubt = ", whose network or PCIe may differ" if self.sources == 1 else ", which disagree"
-        reason = doubt if self.verdict == "cannot tell" else ""
         return (
-            f"{self.verdict}: {ratios} of {self.compared_with} at {self.sizes}, {sources}{reason} "
+            f"{self.verdict}: {ratios} of {self.compared_with} at {self.sizes}, {sources}"
+            f"{doubt if self.verdict == 'cannot tell' else ''} "
             f"({', '.join(self.collectives)} of dim {self.mesh_dim})"
         )
 
@@ -375,12 +375,9 @@ def verdicts_of(
         compared_with: kind of system, or the named system.
         one_is_enough: whether a single source suffices for "low" even if systems of its kind vary.
     """
-    verdicts = sorted(
-        (
-            _verdict_on_collective(rows_of_collective, compared_with, one_is_enough)
-            for rows_of_collective in group_by(rows, lambda row: row.collective).values()
-        ),
-        key=lambda verdict: WORST_FIRST.index(verdict.verdict),
+    verdicts = (
+        _verdict_on_collective(rows_of_collective, compared_with, one_is_enough)
+        for rows_of_collective in group_by(rows, lambda row: row.collective).values()
     )
     for group in group_by(
         verdicts, lambda v: (v.verdict, v.sizes, v.sources, v.verdict == "low" and v.collectives)
@@ -405,8 +402,9 @@ def _verdict_on_collective(
         slowest, fastest = min(sources.values()), max(sources.values())
         ratios[size] = run_bandwidth / median(sources.values())
         if run_bandwidth < LOW * slowest:
-            enough = one_is_enough or len(sources) > 1 or not size_rows[0].varies
-            verdicts[size] = "low" if enough else "cannot tell"
+            verdicts[size] = (
+                "low" if one_is_enough or len(sources) > 1 or not size_rows[0].varies else "cannot tell"
+            )
         elif run_bandwidth < LOW * fastest and slowest < LOW * fastest:
             verdicts[size] = "cannot tell"
         else:

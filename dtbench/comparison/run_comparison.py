@@ -243,7 +243,13 @@ def compare_runs(base: Sequence[Run], head: Sequence[Run]) -> Comparison:
         notes.append(f"{plural(len(skipped), 'case')} left out: skipped on each side that has them")
     ratios = _ratios_for_drift(compared)
     drifts = suite_drifts((suite, impl, ratio) for (suite, _, impl, _), ratio in ratios.items())
-    machines_differ = _machines_differ(base, head)
+    machines_differ = format_machine_differences(
+        [
+            f"{name} {sides}"
+            for name, sides, is_recorded in _differing_facts(base, head, _machine_facts)
+            if is_recorded
+        ]
+    )
     suites_with_floor = {suite for suite, _, impl, _ in ratios if impl in FLOORS}
     rows = tuple(_discount_drift(row, ratios, drifts, row.suite in suites_with_floor) for row in compared)
     if machines_differ:
@@ -296,8 +302,9 @@ def exit_code_of(rows: Sequence[ComparedCase]) -> int:
         return EXIT_REGRESSION
     if not verdicts & {Verdict.FASTER, Verdict.SAME, Verdict.INCONCLUSIVE}:
         return EXIT_NOTHING
-    is_undecided = verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED}
-    return EXIT_INCONCLUSIVE if is_undecided else EXIT_OK
+    return (
+        EXIT_INCONCLUSIVE if verdicts & {Verdict.INCONCLUSIVE, Verdict.MISSING, Verdict.FAILED} else EXIT_OK
+    )
 
 
 def _compare_case(key: CaseKey, base: list[Result], head: list[Result]) -> ComparedCase:
@@ -417,13 +424,8 @@ def _notes(base: Sequence[Run], head: Sequence[Run], rows: Sequence[ComparedCase
     ]
 
 
-def _machines_differ(base: Sequence[Run], head: Sequence[Run]) -> str:
-    """Describes how the machines of the two sides differ; "" if they agree in all facts that every run records."""
-    differences = [
-        f"{name} {sides}"
-        for name, sides, is_recorded in _differing_facts(base, head, _machine_facts)
-        if is_recorded
-    ]
+def format_machine_differences(differences: Sequence[str]) -> str:
+    """Describes how the machines of the two sides differ; "" if they do not differ in a recorded fact."""
     return f"the machines differ: {'; '.join(differences)}" if differences else ""
 
 
@@ -491,6 +493,6 @@ def _setup_facts(header: Header, variables: Sequence[str]) -> dict[str, str]:
         "the mesh differs": (f"{n}={s}" for n, s in zip(mesh.dim_names, mesh.shape, strict=True)),
         "the dtypes differ": dtypes if isinstance(dtypes, list) else (),
         "one side is a quick run": ("--quick" if header.options.get("quick") else "full",),
+        **{f"{name} differs": (header.env.get(name, "unset"),) for name in variables},
     }
-    facts |= {f"{name} differs": (header.env.get(name, "unset"),) for name in variables}
     return {title: ", ".join(str(p) for p in parts if p is not None) for title, parts in facts.items()}

@@ -11,14 +11,18 @@ Dependency", 2001).
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from dtbench.comparison.compare_launches import SAME_WITHIN, SINGLE_LAUNCH, compare_launches
-from dtbench.comparison.run_comparison import Comparison, exit_code_of, print_comparison
+from dtbench.comparison.run_comparison import (
+    Comparison,
+    exit_code_of,
+    format_machine_differences,
+    print_comparison,
+)
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change, ComparedCase, Verdict
 from dtbench.records.topology import CalibratedTopology, Dim, MeasuredCurve, TableRow
@@ -34,8 +38,6 @@ Bounded = tuple[float, tuple[float, float] | None]
 _CallKey = tuple[str, str, str]  # mesh dim, implementation, name
 _Call = tuple[Dim, MeasuredCurve]
 _BY_CHANCE = "cannot tell: may be chance among many sizes; measure with more launches"
-# The verdict of a call is the first of these that one of its sizes has.
-_CALL_VERDICTS = (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE, Verdict.SAME)
 
 
 class ComparedConstant(Struct, frozen=True, kw_only=True):
@@ -95,31 +97,35 @@ def compare_topologies(base: CalibratedTopology, head: CalibratedTopology) -> To
         for (name, base_value), head_value in zip(_facts(base).items(), _facts(head).values(), strict=True)
         if base_value != head_value
     }
-    differing = [f"{name} {_sides(setup[name])}" for name in _MACHINE_FACTS if all(setup.get(name, ("",)))]
-    machines_differ = f"the machines differ: {'; '.join(differing)}" if differing else ""
+    machines_differ = format_machine_differences(
+        [f"{name} {_sides(setup[name])}" for name in _MACHINE_FACTS if all(setup.get(name, ("",)))]
+    )
     base_dims, head_dims = ({dim.name: dim for dim in topology.dims} for topology in (base, head))
     base_calls, head_calls = _calls(base, head_dims.keys()), _calls(head, base_dims.keys())
-    sizes = {
-        key: _compare_sizes(key, base_calls[key], head_calls[key], machines_differ)
-        for key in base_calls
-        if key in head_calls
-    }
-    _discount_chance(sizes.values())
+    shared = [key for key in base_calls if key in head_calls]
+    sizes = _discount_chance(
+        [
+            size
+            for key in shared
+            for size in _compare_sizes(key, base_calls[key], head_calls[key], machines_differ)
+        ]
+    )
+    cases_of_call = group_by((size.case for size in sizes), lambda case: (case.suite, case.impl, case.name))
     left_out = {dim.name: dim.reason for dim in (*base.left_out, *head.left_out)}
-    rows = [_call_row(key, [size.case for size in call_sizes]) for key, call_sizes in sizes.items()]
+    rows = [_call_row(key, cases_of_call.get(key, [])) for key in shared]
     rows += [
         _row(key, Verdict.MISSING if key in base_calls else Verdict.NEW, left_out.get(key[0], ""))
-        for key in {**base_calls, **head_calls}
-        if key not in sizes
+        for key in base_calls | head_calls
+        if not (key in base_calls and key in head_calls)
     ]
     return TopologyComparison(
         kind="topology comparison",
         exit_code=exit_code_of(rows),
-        notes=_notes(base, head, setup, [size.case for size in chain(*sizes.values())]),
+        notes=_notes(base, head, setup, [size.case for size in sizes]),
         counts={verdict: sum(row.verdict is verdict for row in rows) for verdict in Verdict},
         rows=tuple(rows),
         nothing_shared=""
-        if sizes
+        if shared
         else "nothing to compare: the two topologies have no call in common; their mesh dims are "
         + _sides((", ".join(base_dims), ", ".join(head_dims))),
         machines_differ=machines_differ,
@@ -130,23 +136,24 @@ def compare_topologies(base: CalibratedTopology, head: CalibratedTopology) -> To
             if name in head_dims
             for constant in _compare_constants(dim, head_dims[name], machines_differ)
         ),
-        sizes=tuple(chain(*sizes.values())),
+        sizes=tuple(sizes),
     )
 
 
 def _facts(topology: CalibratedTopology) -> dict[str, str]:
     """Returns name -> value of the facts about a setup, the same names for all topologies; "" for a missing value."""
-    runs, mesh = topology.runs, topology.mesh
     facts: dict[str, Iterable[object]] = {
         "calibrated": [topology.created],
         "device type": [topology.device_type],
         "backend": [topology.backend],
-        "mesh": [f"{name}={size}" for name, size in zip(mesh.dim_names, mesh.shape, strict=True)],
-        "hosts": [run.hosts for run in runs],
-        "GPU": [run.gpu for run in runs],
-        "driver": [run.driver for run in runs],
+        "mesh": [
+            f"{name}={size}" for name, size in zip(topology.mesh.dim_names, topology.mesh.shape, strict=True)
+        ],
+        "hosts": [run.hosts for run in topology.runs],
+        "GPU": [run.gpu for run in topology.runs],
+        "driver": [run.driver for run in topology.runs],
         **{
-            name: [run.versions.get(name) for run in runs]
+            name: [run.versions.get(name) for run in topology.runs]
             for name in ("nccl", "cuda", "torch", "python", "dtbench")
         },
     }
@@ -237,10 +244,11 @@ def _compare_sizes(key: _CallKey, base: _Call, head: _Call, machines_differ: str
     """Compares a call at each size that both topologies have, without regard to chance among many sizes."""
     (base_dim, base_curve), (head_dim, head_curve) = base, head
     obstacle = machines_differ or _differences(base_dim, head_dim, base_curve.dtype, head_curve.dtype)
-    launches = (base_curve.launches, head_curve.launches)
     head_rows = {row.size_bytes: row for row in head_curve.table}
     return [
-        _compare_size(key, row, head_rows[row.size_bytes], launches, obstacle)
+        _compare_size(
+            key, row, head_rows[row.size_bytes], (base_curve.launches, head_curve.launches), obstacle
+        )
         for row in base_curve.table
         if row.size_bytes in head_rows
     ]
@@ -258,18 +266,21 @@ def _compare_size(
     )
     if obstacle or base == head:
         verdict, reason = (Verdict.INCONCLUSIVE, obstacle) if obstacle else (Verdict.SAME, SAME_DATA)
-    case = replace(
-        _row(key, verdict, reason),
-        params={"size": base.size_bytes},
-        size_bytes=base.size_bytes,
-        base_launches=len(base_s) or launches[0],
-        head_launches=len(head_s) or launches[1],
-        base_s=base.measured_us * 1e-6,
-        head_s=head.measured_us * 1e-6,
-        # Without a test: no ratio of times that cannot be compared, or that are the same.
-        effect=None if obstacle or base == head else effect,
+    return ComparedSize(
+        case=replace(
+            _row(key, verdict, reason),
+            params={"size": base.size_bytes},
+            size_bytes=base.size_bytes,
+            base_launches=len(base_s) or launches[0],
+            head_launches=len(head_s) or launches[1],
+            base_s=base.measured_us * 1e-6,
+            head_s=head.measured_us * 1e-6,
+            # Without a test: no ratio of times that cannot be compared, or that are the same.
+            effect=None if obstacle or base == head else effect,
+        ),
+        base=base,
+        head=head,
     )
-    return ComparedSize(case=case, base=base, head=head)
 
 
 def _row(key: _CallKey, verdict: Verdict, reason: str) -> ComparedCase:
@@ -286,22 +297,21 @@ def _row(key: _CallKey, verdict: Verdict, reason: str) -> ComparedCase:
     )
 
 
-def _discount_chance(sizes: Collection[list[ComparedSize]]) -> None:
+def _discount_chance(sizes: Sequence[ComparedSize]) -> Sequence[ComparedSize]:
     """Makes changes inconclusive that the Benjamini-Hochberg procedure (1995) at level `FAMILY_P` does not accept."""
-    effects = [size.case.effect for size in chain(*sizes) if size.case.effect]
     for verdict, name in ((Verdict.SLOWER, "p_slower"), (Verdict.FASTER, "p_faster")):
-        ordered = sorted(p for effect in effects if (p := getattr(effect, name)) is not None)
+        ordered = sorted(p for size in sizes if (p := getattr(size.case.effect, name, None)) is not None)
         limit = max((p for i, p in enumerate(ordered, 1) if p <= FAMILY_P * i / len(ordered)), default=0.0)
-        for call_sizes in sizes:
-            call_sizes[:] = [
-                replace(size, case=replace(size.case, verdict=Verdict.INCONCLUSIVE, reason=_BY_CHANCE))
-                # A change with a reason exceeds any between launches of one build. One by intervals has no p value.
-                if size.case.verdict is verdict
-                and not size.case.reason
-                and (getattr(size.case.effect, name) or 0) > limit
-                else size
-                for size in call_sizes
-            ]
+        sizes = [
+            replace(size, case=replace(size.case, verdict=Verdict.INCONCLUSIVE, reason=_BY_CHANCE))
+            # A change with a reason exceeds any between launches of one build. One by intervals has no p value.
+            if size.case.verdict is verdict
+            and not size.case.reason
+            and (getattr(size.case.effect, name) or 0) > limit
+            else size
+            for size in sizes
+        ]
+    return sizes
 
 
 def _call_row(key: _CallKey, cases: Sequence[ComparedCase]) -> ComparedCase:
@@ -309,16 +319,21 @@ def _call_row(key: _CallKey, cases: Sequence[ComparedCase]) -> ComparedCase:
     if not cases:
         return _row(key, Verdict.INCONCLUSIVE, "the two sides have no size in common")
     by_verdict = group_by(cases, lambda case: case.verdict)
-    decisive = next(by_verdict[verdict] for verdict in _CALL_VERDICTS if verdict in by_verdict)
+    decisive = next(
+        by_verdict[verdict]
+        for verdict in (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE, Verdict.SAME)
+        if verdict in by_verdict
+    )
     largest = max(decisive, key=lambda case: abs(math.log(case.ratio or 1)))
-    has_both = {Verdict.SLOWER, Verdict.FASTER} <= by_verdict.keys()
     return replace(
         largest,
         params={
             "sizes": f"{len(decisive)} of {len(cases)}: {_span(decisive)}",
             "largest change": format_size(largest.size_bytes),
         },
-        reason=f"faster at {_span(by_verdict[Verdict.FASTER])}" if has_both else largest.reason,
+        reason=f"faster at {_span(by_verdict[Verdict.FASTER])}"
+        if {Verdict.SLOWER, Verdict.FASTER} <= by_verdict.keys()
+        else largest.reason,
     )
 
 
@@ -332,15 +347,17 @@ def _notes(
     setup: Mapping[str, tuple[str, str]],
     cases: Sequence[ComparedCase],
 ) -> tuple[str, ...]:
-    is_same_run = {run.run_id for run in base.runs} & {run.run_id for run in head.runs}
-    has_changes = any(case.verdict in (Verdict.SLOWER, Verdict.FASTER) for case in cases)
-    lacks_test = any(case.effect and case.effect.p_slower is None for case in cases)
     notes = {
-        "the same run is on both sides": is_same_run,
+        "the same run is on both sides": bool(
+            {run.run_id for run in base.runs} & {run.run_id for run in head.runs}
+        ),
         f"{plural(len(cases), 'time')} compared; at most {FAMILY_P:.0%} of the changes are expected to be chance; "
-        "other load on the machine or its network looks like a slower link": has_changes,
-        "a side lacks the times of its launches, so 90% intervals decide; "
-        "calibrate its runs again for a test": lacks_test,
+        "other load on the machine or its network looks like a slower link": any(
+            case.verdict in (Verdict.SLOWER, Verdict.FASTER) for case in cases
+        ),
+        "a side lacks the times of its launches, so 90% intervals decide; calibrate its runs again for a test": any(
+            case.effect and case.effect.p_slower is None for case in cases
+        ),
     }
     return (
         *(f"{name}: {_sides(values)}" for name, values in setup.items()),
