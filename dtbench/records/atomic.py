@@ -78,7 +78,15 @@ def write_atomically(path: Path, text: str, is_ours: Callable[[str], bool], kind
     """
     target = Path(os.path.realpath(path))  # keeps a link and replaces its target
     try:
-        _refuse_foreign(target, path, is_ours, kind)
+        if target.is_file():
+            with target.open("rb") as file:
+                head = file.read(HEAD_BYTES).decode("utf-8", "replace")
+            if head and not is_ours(head):
+                raise OutputError(
+                    f"{path} exists and is not a {kind}: not overwritten; give -o another path, or remove it"
+                )
+        elif target.exists():
+            raise OutputError(f"cannot write {path}: it is not a regular file; give -o the path of a file")
         replace_file(target, text.encode(), durable=True)
     except OSError as error:
         raise OutputError(
@@ -134,16 +142,3 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _temporary_path(target: Path) -> Path:
     return target.parent / f".{target.name}.{os.getpid()}.partial"  # also works for a root, which has no name
-
-
-def _refuse_foreign(target: Path, path: Path, is_ours: Callable[[str], bool], kind: str) -> None:
-    if not target.exists():
-        return
-    if not target.is_file():
-        raise OutputError(f"cannot write {path}: it is not a regular file; give -o the path of a file")
-    with target.open("rb") as file:
-        head = file.read(HEAD_BYTES).decode("utf-8", "replace")
-    if head and not is_ours(head):
-        raise OutputError(
-            f"{path} exists and is not a {kind}: not overwritten; give -o another path, or remove it"
-        )

@@ -253,17 +253,16 @@ def _recorded(result: Result) -> tuple[Result, bytes]:
     try:
         return result, _encode_checked(result)
     except (TypeError, ValueError, OverflowError) as error:
-        reason = _text(f"the result cannot be recorded: {error}")
-    failed = Result(
-        result.suite,
-        result.name,
-        result.impl,
-        result.params,
-        status="failed",
-        reason=reason,
-        rank=result.rank,
-        launch=result.launch,
-    )
+        failed = Result(
+            result.suite,
+            result.name,
+            result.impl,
+            result.params,
+            status="failed",
+            reason=_text(f"the result cannot be recorded: {error}"),
+            rank=result.rank,
+            launch=result.launch,
+        )
     try:
         return failed, _encode_checked(failed)
     except (TypeError, ValueError, OverflowError) as error:
@@ -312,13 +311,11 @@ def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
         UnreadableRunError: the path is not a file, or the file is not a run, is of a newer schema, or is damaged.
     """
     path = Path(path)
-    header: Header | None = None
+    lines = read_lines(path, _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES)
+    header = _read_first_line(path, lines)
     results: dict[ResultKey, Result] = {}
     complete = False
-    for number, data in read_lines(path, _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES):
-        if header is None:
-            header = _first_line(path, data)
-            continue
+    for number, data in lines:
         if not data.strip():
             continue
         try:
@@ -329,8 +326,6 @@ def read_run(path: str | Path, *, with_samples: bool = True) -> Run:
             results[line.key] = line if with_samples else line.without_samples()
         elif line in ("end", "resume", _INCOMPLETE):
             complete = line == "end"
-    if header is None:
-        raise UnreadableRunError(f"{path} is empty: expected {_EXPECTED}")
     return Run(path, header, tuple(results.values()), complete)
 
 
@@ -340,10 +335,7 @@ def read_header(path: str | Path) -> Header:
     Raises:
         UnreadableRunError: the path is not a file, or the file is not a run or is of a newer schema.
     """
-    path = Path(path)
-    for _, data in read_lines(path, _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES):
-        return _first_line(path, data)
-    raise UnreadableRunError(f"{path} is empty: expected {_EXPECTED}")
+    return _read_first_line(Path(path), read_lines(Path(path), _EXPECTED, MAX_FILE_BYTES, MAX_LINE_BYTES))
 
 
 def _decode_line(data: bytes) -> Result | str:
@@ -365,7 +357,10 @@ def _decode_line(data: bytes) -> Result | str:
             raise BadFieldError(f"kind is {abbreviate(kind)}, expected a string")
 
 
-def _first_line(path: Path, data: bytes) -> Header:
+def _read_first_line(path: Path, lines: Iterator[tuple[int, bytes]]) -> Header:
+    _, data = next(lines, (0, b""))
+    if not data:
+        raise UnreadableRunError(f"{path} is empty: expected {_EXPECTED}")
     no_run = f"{path} is not a dtbench run: its first line"
     try:
         line = decode(data)
