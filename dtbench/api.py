@@ -82,8 +82,11 @@ class Results(Run):
         frame["spread"] = [format_spread(r.spread) for r in self.results]
         if frame["busbw_Bps"].notna().any():
             frame["busbw"] = [format_bandwidth(r.busbw_Bps) for r in self.results]
-        params = [name for name in frame.columns if name.startswith(PARAM)]
-        columns = ["suite", "name", "impl", *params, "status", "time", "spread", "busbw", "reason"]
+        columns = [
+            *("suite", "name", "impl"),
+            *(name for name in frame.columns if name.startswith(PARAM)),
+            *("status", "time", "spread", "busbw", "reason"),
+        ]
         return str(
             frame[[name for name in columns if name in frame]]
             .dropna(axis="columns", how="all")
@@ -211,14 +214,13 @@ def report(
     from dtbench.stats.frame import as_runs
 
     several = [results] if isinstance(results, (Run, str, Path)) else list(results)
-    runs = [source for source in several if isinstance(source, Run)]
     sources = gather(
         [Path(source) for source in several if not isinstance(source, Run)],
         (),
         None if topology is None else Path(topology),
     )
-    sources = dataclasses.replace(sources, runs=(*runs, *sources.runs), baseline=tuple(as_runs(base)))
-    write_report(sources, Path(output))
+    runs = (*(source for source in several if isinstance(source, Run)), *sources.runs)
+    write_report(dataclasses.replace(sources, runs=runs, baseline=tuple(as_runs(base))), Path(output))
     return Path(output)
 
 
@@ -304,8 +306,12 @@ def _suite_of(target: object, clock: Literal["host", "device"]) -> Suite:
         for name, function in functions.items()
     }
     name = next(iter(build)) if len(build) == 1 else "functions"
-    cases = [Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)]
-    return Suite("functions", lambda _options: iter(cases), "ranks", "functions of a program")
+    return Suite(
+        "functions",
+        lambda _options: iter([Case(name, {}, build, clock=clock, sample_s=SAMPLE_S)]),
+        "ranks",
+        "functions of a program",
+    )
 
 
 def _run_here(
@@ -336,8 +342,11 @@ def _run_here(
             launches=1,
         )
         line = ProgressLine(progress and ranks.rank == 0)
-        function_budget = Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
-        budget = function_budget if functions else default_budget(suite.world, quick=False)
+        budget = (
+            Budget(SAMPLES_S, FEWEST, MOST, SAMPLES_S)
+            if functions
+            else default_budget(suite.world, quick=False)
+        )
         tools = make_instruments(device, barrier=barrier, budget=budget)
 
         def record(result: Result) -> None:

@@ -153,7 +153,6 @@ def export_command(
     from dtbench.cost.export.targets import ExportRequest, export
     from dtbench.records.topology import read_topology
 
-    request = ExportRequest(read_topology(topology), output, mesh or (), dtypes)
-    for note in export(request, target):
+    for note in export(ExportRequest(read_topology(topology), output, mesh or (), dtypes), target):
         click.echo(note, err=True)
     click.echo(f"wrote the {TARGETS[target].form} to {output}, for {TARGETS[target].taker}")

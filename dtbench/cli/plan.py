@@ -180,14 +180,21 @@ def _fit(tables: tuple[Path, ...], machine: MachineSpec, sequence: int, output: 
     write_atomically(
         output, json.dumps(msgspec.to_builtins(fitted), indent=1) + "\n", lambda _: False, "machine"
     )
-    message = f"wrote the machine, fitted to all {len(measured.steps)} steps, to {output}"
-    return structs.replace(held_out, verdict=(*held_out.verdict, message))
+    return structs.replace(
+        held_out,
+        verdict=(
+            *held_out.verdict,
+            f"wrote the machine, fitted to all {len(measured.steps)} steps, to {output}",
+        ),
+    )
 
 
 def _links(machine: MachineSpec, topology: Path | None) -> Links:
     from dtbench.cost.plan.machines import NodeLinks, TopologyLinks
     from dtbench.records.topology import read_topology
 
-    if topology is None:
-        return NodeLinks(machine)
-    return TopologyLinks(read_topology(topology), machine.gpus_per_node)
+    return (
+        NodeLinks(machine)
+        if topology is None
+        else TopologyLinks(read_topology(topology), machine.gpus_per_node)
+    )

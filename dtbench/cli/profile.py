@@ -96,9 +96,9 @@ def profile_command(
             takers = " or ".join(taker for taker, names in _OPTIONS.items() if option.name in names)
             raise click.UsageError(f"{option.opts[0]} is for {takers}, the target is {kind}: leave it out")
     if (command is not None and (targets or not command)) or (len(targets) != 1 and kind == "a suite"):
-        expected = "traces, one SUITE[/CASE], or -- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         raise click.UsageError(
-            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected {expected}"
+            f"got {len(targets)} targets{'' if command is None else ' and --'}, expected traces, one SUITE[/CASE], or "
+            "-- COMMAND, such as -- torchrun --nproc-per-node 8 train.py"
         )
     if kind != "a suite":
         choices["timeout_s"] = int(choices["timeout_s"]) if "timeout_s" in typed else 0

@@ -185,8 +185,13 @@ def _explain(error: click.UsageError) -> str:
 def _nearest_run_option(error: UnknownOptionError) -> str:
     from dtbench.cli.run import run_command
 
-    names = [name for option in run_command.params for name in (*option.opts, *option.secondary_opts)]
-    return nearest(error.option, [*names, *error.suite_options])
+    return nearest(
+        error.option,
+        [
+            *(name for option in run_command.params for name in (*option.opts, *option.secondary_opts)),
+            *error.suite_options,
+        ],
+    )
 
 
 def _drop_output() -> None:
@@ -220,7 +225,6 @@ def _external_cause(error: Exception) -> str:
 
 def _own_fault(error: Exception) -> int:
     """Writes the traceback of an unexpected error to a file, for a bug report."""
-    traceback_text = "".join(traceback.format_exception(error))
     location = "the traceback could not be saved"
     with suppress(OSError):
         with tempfile.NamedTemporaryFile(
@@ -233,7 +237,7 @@ def _own_fault(error: Exception) -> int:
         ) as file:
             file.write(
                 f"dtbench {__version__}, Python {platform.python_version()}, {platform.platform()}\n"
-                f"{mask_arguments(sys.argv[1:])}\n{traceback_text}"
+                f"{mask_arguments(sys.argv[1:])}\n{''.join(traceback.format_exception(error))}"
             )
         location = file.name
     return _refuse(f"an internal error, please report it with {location}: {describe(error)}", EXIT_OWN_FAULT)

@@ -139,8 +139,12 @@ def report_command(
         from dtbench.traces.analysis import analyze
         from dtbench.traces.job import load_job
 
-        jobs = [load_job(path) for path in baseline if is_profile(path)]
-        sources = replace(sources, analysis=analyze(sources.job, sources.topology, jobs))
+        sources = replace(
+            sources,
+            analysis=analyze(
+                sources.job, sources.topology, [load_job(path) for path in baseline if is_profile(path)]
+            ),
+        )
     dims = {dim for run in sources.runs for dim in run.header.mesh.dim_names}
     if unknown := [dim for dim, _ in peaks if dim not in dims]:
         raise click.UsageError(

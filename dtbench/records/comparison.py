@@ -41,7 +41,7 @@ class Verdict(StrEnum):
     @property
     def gravity(self) -> int:
         """Rank in the order of gravity, 0 for the gravest."""
-        return _GRAVITIES[self]
+        return [*Verdict].index(self)
 
     @property
     def shape(self) -> str:
@@ -58,7 +58,6 @@ class Verdict(StrEnum):
         return _LOOKS[self][2]
 
 
-_GRAVITIES = {verdict: gravity for gravity, verdict in enumerate(Verdict)}
 # Verdict -> (shape, colour, meaning).
 _LOOKS = {
     Verdict.SLOWER: ("▲", "red", "slower"),

@@ -147,13 +147,16 @@ def github(points: Sequence[Point]) -> str:
 
 def bmf(points: Sequence[Point]) -> str:
     """Formats the points in Bencher Metric Format, as the measure `latency` in nanoseconds."""
-    fields = {"value": "time_s", "lower_value": "low_s", "upper_value": "high_s"}
     metrics = {
         point.label: {
             "latency": {
-                name: getattr(point, field) * 1e9
-                for name, field in fields.items()
-                if getattr(point, field) is not None
+                name: time_s * 1e9
+                for name, time_s in (
+                    ("value", point.time_s),
+                    ("lower_value", point.low_s),
+                    ("upper_value", point.high_s),
+                )
+                if time_s is not None
             }
         }
         for point in points
@@ -176,12 +179,6 @@ def hud(points: Sequence[Point]) -> str:
         suite, _, impl, params = point.key
         texts = {name: plain(str(value)) for name, value in params}
         mode = texts.get("mode", texts.get("pass", ""))
-        extra = {
-            "impl": impl,
-            "verdict": point.verdict,
-            "reason": point.remark,
-            "interval_us": point.range_us,
-        }
         base_us = [] if point.base_s is None else [point.base_s * 1e6]
         times_us = [time_s * 1e6 for time_s in point.launch_s or (point.time_s,)]
         metrics = [
@@ -196,7 +193,16 @@ def hud(points: Sequence[Point]) -> str:
                     "name": f"dtbench {plain(suite)}",
                     "mode": metric_mode,
                     "dtype": texts.get("dtype", ""),
-                    "extra_info": {name: plain(text) for name, text in extra.items() if text},
+                    "extra_info": {
+                        name: plain(text)
+                        for name, text in (
+                            ("impl", impl),
+                            ("verdict", point.verdict),
+                            ("reason", point.remark),
+                            ("interval_us", point.range_us),
+                        )
+                        if text
+                    },
                 },
                 "model": {
                     "name": point.label,

@@ -130,8 +130,14 @@ class Gate(Struct, frozen=True, kw_only=True):
 
 def encode_gate(gate: Gate) -> str:
     """Encodes the gate, with the number of benchmarks per verdict, as JSON."""
-    counts = {verdict.value: gate.count(verdict) for verdict in Verdict}
-    return json.dumps(msgspec.to_builtins(gate) | {"counts": counts}, indent=2, allow_nan=False)
+    return json.dumps(
+        {
+            **msgspec.to_builtins(gate),
+            "counts": {verdict.value: gate.count(verdict) for verdict in Verdict},
+        },
+        indent=2,
+        allow_nan=False,
+    )
 
 
 class HistoryLine(Struct, frozen=True, kw_only=True):

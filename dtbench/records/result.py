@@ -310,8 +310,12 @@ class Run:
         The ranks and the mesh of the run then do not describe the suite.
         """
         timed = [r for r in self.results if r.suite == suite and r.samples_s]
-        several = len(self.header.ranks) > 1 and not self.header.imported
-        return several and bool(timed) and not any(r.rank_samples_s for r in timed)
+        return (
+            len(self.header.ranks) > 1
+            and not self.header.imported
+            and bool(timed)
+            and not any(r.rank_samples_s for r in timed)
+        )
 
     def ok(self, suite: str) -> list[Result]:
         """Returns the suite's valid results that have a time."""

@@ -336,8 +336,12 @@ def write_topology(topology: CalibratedTopology, path: str | Path) -> None:
     Raises:
         OutputError: the path cannot be written, or is a file that is not a topology.
     """
-    text = msgspec.json.format(msgspec.json.encode(topology), indent=1).decode() + "\n"
-    write_atomically(Path(path), text, _is_topology, "topology of dtbench")
+    write_atomically(
+        Path(path),
+        msgspec.json.format(msgspec.json.encode(topology), indent=1).decode() + "\n",
+        _is_topology,
+        "topology of dtbench",
+    )
 
 
 def read_topology(path: str | Path) -> CalibratedTopology:

@@ -52,10 +52,14 @@ def _in_one_unit(columns: Sequence[tuple[str, Sequence[float | None]]], unit: Un
 
 def speeds(header: str, ratios: Sequence[float | None]) -> TableColumn:
     """Returns a column of ratios of times as speedups; slowdowns of more than 5% are marked."""
-    cells = [
-        f"{'▲ ' if ratio is not None and ratio > MARKED else ''}{format_speedup(ratio)}" for ratio in ratios
-    ]
-    return TableColumn(header, cells, True)
+    return TableColumn(
+        header,
+        [
+            f"{'▲ ' if ratio is not None and ratio > MARKED else ''}{format_speedup(ratio)}"
+            for ratio in ratios
+        ],
+        True,
+    )
 
 
 def numbers(
