@@ -173,14 +173,14 @@ def _print_suite(console: Console, suite: str, run: Run, suite_results: Sequence
         ),
     ]
     launches = results["launch"].nunique()
-    timed = [r.time_s.n for r in shown if r.time_s]
-    title = (
-        f"{suite}: {statistic} of the samples" if max(timed, default=2) > 1 else f"{suite}: one time per case"
-    )
-    title += f", median over {launches} launches" if launches > 1 else ""
-    title += ", spread to their upper quartile" if max(timed, default=2) > 1 else ""
-    if run.by_one_process(suite):
-        title += f", measured in one process, not on {len(run.header.ranks)} ranks"
+    has_samples = max((r.time_s.n for r in shown if r.time_s), default=2) > 1
+    facts = {
+        f"{statistic} of the samples" if has_samples else "one time per case": True,
+        f"median over {launches} launches": launches > 1,
+        "spread to their upper quartile": has_samples,
+        f"measured in one process, not on {len(run.header.ranks)} ranks": run.by_one_process(suite),
+    }
+    title = f"{suite}: {', '.join(fact for fact, applies in facts.items() if applies)}"
     by_impl = {impl: _figures(cases, impl) for impl in impls}
     has_both = {"core", "torch"} <= set(impls)
     ratios = list(map(format_ratio, cells(cases["core/torch", "estimate_s"]))) if has_both else []

@@ -93,25 +93,21 @@ def changes_of_comparison(comparison: Comparison, ends: tuple[str, ...] = ()) ->
         errors.EXIT_INCONCLUSIVE: undecided,
         errors.EXIT_NOTHING: "nothing",
     }
-    thresholds = (
-        (
-            f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test with p < {MAX_P:g}, "
-            f"and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; with "
-            f"fewer launches, a change {BEYOND_LAUNCH_SPREAD}"
-        ),
-        f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
-        "inconclusive: none of these, or the machines of the two sides differ",
-    )
-    bounds = (
-        "The ratio is the Hodges-Lehmann estimate, the median over all pairs of launches, so it may differ from the "
-        "ratio of the medians."
-    )
     return Changes(
-        _sorted(comparison.rows),
-        outcomes[comparison.exit_code],
-        thresholds,
-        bounds,
-        comparison.notes,
+        changes=_sorted(comparison.rows),
+        outcome=outcomes[comparison.exit_code],
+        thresholds=(
+            (
+                f"slower, faster: at least {MIN_LAUNCHES} launches on each side, an exact rank test with "
+                f"p < {MAX_P:g}, and a change of more than {MIN_CHANGE:.0%} and {format_seconds(MIN_CHANGE_S)}; with "
+                f"fewer launches, a change {BEYOND_LAUNCH_SPREAD}"
+            ),
+            f"same: the {SAME_CONFIDENCE:.0%} interval of the ratio lies within ±{SAME_WITHIN:.0%}",
+            "inconclusive: none of these, or the machines of the two sides differ",
+        ),
+        bounds="The ratio is the Hodges-Lehmann estimate, the median over all pairs of launches, so it may differ "
+        "from the ratio of the medians.",
+        notes=comparison.notes,
         ends=ends,
     )
 
@@ -121,20 +117,7 @@ def changes_of_gate(gate: Gate) -> Changes:
     tolerances = sorted({b.tolerance for b in gate.benchmarks})
     extremes = dict.fromkeys(tolerances[:1] + tolerances[-1:])
     tolerance = " to ".join(f"{share:.0%}" for share in extremes) or "5 %"
-    thresholds = (
-        (
-            f"slower, faster: an exact signed-rank test over pairs of launches with p < {MAX_P:g} (less if there are "
-            f"many benchmarks), and a change of at least {MIN_CHANGE:.0%}, "
-            f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or a counter that rose"
-        ),
-        f"same: the upper bound of the change lies below the benchmark's tolerance ({tolerance})",
-        "inconclusive: the measured pairs show none of these",
-    )
     arms = {side: arm for side, arm in (("base", gate.base), ("head", gate.head)) if arm is not None}
-    sides = tuple(
-        (side, ", ".join(f"{k} {v}" for k, v in asdict(arm).items() if v)) for side, arm in arms.items()
-    )
-    notes = (*(f"Untrusted: {reason}" for reason in gate.trust.reasons), *gate.checks)
     outcomes = {
         0: "ok",
         1: "slower",
@@ -142,20 +125,27 @@ def changes_of_gate(gate: Gate) -> Changes:
         4: "missing",
         5: "failed",
     }
-    bounds = (
-        "The ratio is the Hodges-Lehmann estimate over pairs of launches, with one-sided bounds at 95 %. The time of "
-        "head is the median of base times this ratio."
-    )
     names = tuple((arm.arm or arm.commit or "").removeprefix("rev:") for arm in arms.values())
     return Changes(
-        _sorted(gate.benchmarks),
-        outcomes[gate.exit_code],
-        thresholds,
-        bounds,
-        notes,
-        gate.notes,
-        sides,
-        names if all(names) else (),
+        changes=_sorted(gate.benchmarks),
+        outcome=outcomes[gate.exit_code],
+        thresholds=(
+            (
+                f"slower, faster: an exact signed-rank test over pairs of launches with p < {MAX_P:g} (less if there "
+                f"are many benchmarks), and a change of at least {MIN_CHANGE:.0%}, "
+                f"{format_seconds(MIN_CHANGE_S)} and the benchmark's own floor; or a counter that rose"
+            ),
+            f"same: the upper bound of the change lies below the benchmark's tolerance ({tolerance})",
+            "inconclusive: the measured pairs show none of these",
+        ),
+        bounds="The ratio is the Hodges-Lehmann estimate over pairs of launches, with one-sided bounds at 95 %. The "
+        "time of head is the median of base times this ratio.",
+        notes=(*(f"Untrusted: {reason}" for reason in gate.trust.reasons), *gate.checks),
+        gate_notes=gate.notes,
+        sides=tuple(
+            (side, ", ".join(f"{k} {v}" for k, v in asdict(arm).items() if v)) for side, arm in arms.items()
+        ),
+        ends=names if all(names) else (),
     )
 
 

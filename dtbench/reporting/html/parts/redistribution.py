@@ -343,14 +343,18 @@ def _constants(topology: CalibratedTopology) -> Table:
     builtin = [dim.builtin for dim in dims]
 
     digits = partial(significant, digits=3)
-    bandwidths = [f"{'≥ ' * dim.bandwidth_is_lower_bound}{digits(dim.bandwidth_GiBps)}" for dim in dims]
     return Table(
         "Fitted and PyTorch’s built-in constants",
         [
             columns.text("Mesh dim", [dim.name for dim in dims]),
             columns.counts("Ranks", [dim.ranks for dim in dims]),
             columns.text("Layout", [dim.layout.kind or "unknown" for dim in dims]),
-            TableColumn("Bandwidth", bandwidths, True, "GiB/s"),
+            TableColumn(
+                "Bandwidth",
+                [f"{'≥ ' * dim.bandwidth_is_lower_bound}{digits(dim.bandwidth_GiBps)}" for dim in dims],
+                True,
+                "GiB/s",
+            ),
             TableColumn(
                 "90 % interval",
                 [format_interval(dim.bandwidth_interval, " – ") for dim in dims],
