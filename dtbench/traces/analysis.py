@@ -108,11 +108,14 @@ def _find_reference(kind: CallKind, topology: Topology) -> tuple[float | None, s
         return None, "", f"the topology has no {kind.collective} over {ranks} ranks of dim {dim.name}"
     price = estimate_collective(dim, kind.collective, ranks, size)
     smallest, largest = map(format_size, curve.size_bytes if curve else dim.fitted_on.size_bytes)
-    caveats = [f"dim matched by its {ranks} ranks"] * (not named)
-    caveats += ["by the ring formula"] * price.by_formula
-    caveats += [f"extrapolated from {smallest} to {largest}"] * (price.size_factor > 1)
-    caveats += [f"extrapolated from {dim.ranks} ranks"] * (price.ranks_factor != 1)
-    return price.time_us * 1e-6, f"dim {dim.name}", ", ".join(caveats)
+    caveats = {
+        f"dim matched by its {ranks} ranks": not named,
+        "by the ring formula": price.by_formula,
+        f"extrapolated from {smallest} to {largest}": price.size_factor > 1,
+        f"extrapolated from {dim.ranks} ranks": price.ranks_factor != 1,
+    }
+    caveat = ", ".join(text for text, applies in caveats.items() if applies)
+    return price.time_us * 1e-6, f"dim {dim.name}", caveat
 
 
 def estimate_savings(job: Job, links: Sequence[LinkComparison]) -> Iterator[SavingEstimate]:

@@ -131,9 +131,8 @@ def _measured_dims(request: ExportRequest) -> tuple[list[tuple[Dim, Groups]], tu
 def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object], float, float]]:
     """Yields the arguments of events, without those of the process group, and their start and duration in us."""
     start_us = 0.0
-    for collective, dtype in itertools.product(INDUCTOR_COLLECTIVES, dtypes):
-        if collective not in dim.collectives:
-            continue
+    measured = [collective for collective in INDUCTOR_COLLECTIVES if collective in dim.collectives]
+    for collective, dtype in itertools.product(measured, dtypes):
         name, itemsize = DTYPES[dtype]
         curve = dim.collectives[collective].columns["time_us"]
         # The curve counts the scattered tensor, torch the part that a rank receives.

@@ -369,13 +369,12 @@ def memory_of(job: TrainingJob, layout: TrainingLayout, fitted: FittedConstants 
 
 
 def _activations(job: TrainingJob, layout: TrainingLayout, counts: tuple[int, ...]) -> float:
-    tokens = layout.micro_batch * job.sequence // layout.cp
+    tokens = _tokens(job, layout)
     saved, temporary = _layer_bytes(job, layout)
-    micro_batches = layout.micro_batches(job.batch)
     logits = LOGIT * tokens * job.model.vocab / layout.tp
     peak = 0.0
     for stage, layers in enumerate(counts):
-        in_flight = float(min(layout.pp - stage, micro_batches))
+        in_flight = float(min(layout.pp - stage, layout.micro_batches(job.batch)))
         if layout.chunks > 1:  # interleaved (arXiv 2205.05198, section 4.2.3)
             in_flight *= 1 + (layout.pp - 1) / (layout.pp * layout.chunks)
         peak = max(peak, tokens * layers * saved * in_flight + logits * (stage == layout.pp - 1))

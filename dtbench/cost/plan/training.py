@@ -288,9 +288,14 @@ class TrainingLayout:
         optional = "".join(
             f" {name}={ranks}" for name, ranks in (("cp", self.cp), ("ep", self.ep)) if ranks > 1
         )
-        phrases = [f"tp={self.tp} pp={self.pp} {data}{optional}", f"micro batch {self.micro_batch}"]
-        phrases += [f"{self.chunks} chunks"] * (self.chunks > 1)
-        return ", ".join([*phrases, *([f"{self.recompute} recomputation"] * (self.recompute != "none"))])
+        return ", ".join(
+            [
+                f"tp={self.tp} pp={self.pp} {data}{optional}",
+                f"micro batch {self.micro_batch}",
+                *[f"{self.chunks} chunks"] * (self.chunks > 1),
+                *[f"{self.recompute} recomputation"] * (self.recompute != "none"),
+            ]
+        )
 
 
 @functools.lru_cache(maxsize=2**12)
