@@ -279,6 +279,8 @@ def _check_data(table: LogTable) -> None:
     if table.failed_values and not any(
         measurement.fault_is_wrong_data for _, measurement in table.measurements
     ):
-        reason = f"the table reports {table.failed_values} values out of bounds, but does not mark their rows"
         for _, measurement in table.measurements:
-            measurement.fail(reason, wrong_data=True)
+            measurement.fail(
+                f"the table reports {table.failed_values} values out of bounds, but does not mark their rows",
+                wrong_data=True,
+            )

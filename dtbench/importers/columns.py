@@ -79,8 +79,9 @@ def add_rows(log: Log, table: LogTable, names: Names, rows: Sequence[Row], optio
                 drops_row=True,
             )
         elif not is_integer(values["size"]) or values["size"][0] == "-":
-            reason = fault or f"its size is {values['size'][:20]!r}"
-            log.add_problem(line, f"row dropped: {reason}", drops_row=True)
+            log.add_problem(
+                line, "row dropped: " + (fault or f"its size is {values['size'][:20]!r}"), drops_row=True
+            )
         else:
             table.rows.append(_row(line, names, words, fault))
             for number, (name, word) in enumerate(zip(names, words, strict=False), 1):

@@ -230,10 +230,9 @@ def _result(
     ]
     faulty = next((measurement for measurement in measurements if measurement.fault), None)
     if faulty is not None or not usable:
-        wrong = faulty is not None and faulty.fault_is_wrong_data
         return msgspec.structs.replace(
             blank,
-            status="wrong" if wrong else "failed",
+            status="wrong" if faulty and faulty.fault_is_wrong_data else "failed",
             reason=f"line {row.line}: {faulty.fault if faulty else 'it has no time'}",
         )
     samples = [

@@ -145,10 +145,13 @@ def _table(file: _File) -> LogTable:
 def _measurement(times: _Times, in_place: bool) -> LogMeasurement:
     values = {"time": times.time, "algbw": times.alg_bw, "busbw": times.bus_bw, "#wrong": times.nwrong}
     # Numbers are formatted like the tool does (%lf), so that their rounding is known.
-    texts = {
-        name: f"{value:.6f}" if isinstance(value, float) else value or "N/A" for name, value in values.items()
-    }
-    measurement = measurement_of(texts, in_place)
+    measurement = measurement_of(
+        {
+            name: f"{value:.6f}" if isinstance(value, float) else value or "N/A"
+            for name, value in values.items()
+        },
+        in_place,
+    )
     if times.cpu_time is not None:
         measurement.fail("its times are the host's (cpu_time): run nccl-tests without -C")
     return measurement

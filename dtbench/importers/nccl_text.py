@@ -6,7 +6,7 @@ has all its columns.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from dtbench.importers.columns import DATA_CHECKS, MEASURED, REDOPS, Names, Row, add_rows, placement_columns
@@ -80,12 +80,6 @@ class _OpenRow:
     words: list[str]
 
 
-_HEADERLESS = (
-    "rows without the header that names their columns: give the log from its header on, and --ranks N if it lists "
-    "no ranks"
-)
-
-
 def applies(text: str) -> bool:
     return any(word in text for word in ("algbw ", "minBytes", " Pid ")) or bool(
         _row_start(_MAIN_COLUMNS).search(text)
@@ -93,33 +87,49 @@ def applies(text: str) -> bool:
 
 
 def read(text: str, log: Log) -> None:
-    _Reader(text, log).read()
+    _Reader(log).read(text)
 
 
+@dataclass
 class _Reader:
-    def __init__(self, text: str, log: Log) -> None:
-        self.lines = clean_lines(text)
-        self.log = log
-        self.table: LogTable | None = None
-        self.columns: _HeaderColumns | None = None
-        self.open_row: _OpenRow | None = None
-        self.read_rows: list[tuple[LogTable, _HeaderColumns, list[Row]]] = []
-        # Lines before a table describe it; they are collected here until its header is found.
-        self.devices: list[ListedRank] = []
-        self.programs: set[str] = set()
-        self.stated: str | None = None
-        self.versions: dict[str, str] = {}
-        self.blocking = False
-        self.roots: set[int] = set()  # processes that were listed as rank 0 since the last table ended
+    """Adds the tables of a text to a log.
 
-    def read(self) -> None:
-        for number, line in enumerate(self.lines, start=1):
+    Lines before a table describe it. The fields after `read_rows` collect them until the table's header is found.
+
+    Attributes:
+        log: the log to complete.
+        table: the table that the current line belongs to.
+        columns: columns of that table.
+        open_row: the row that still lacks columns.
+        read_rows: the complete rows of each table.
+        devices: the list of ranks.
+        programs: programs whose names occurred.
+        stated: the collective that nccl-tests says it is starting.
+        versions: name -> version of the tool and its libraries.
+        blocking: whether each call is timed on its own.
+        roots: processes that were listed as rank 0 since the last table ended.
+    """
+
+    log: Log
+    table: LogTable | None = None
+    columns: _HeaderColumns | None = None
+    open_row: _OpenRow | None = None
+    read_rows: list[tuple[LogTable, _HeaderColumns, list[Row]]] = field(default_factory=list)
+    devices: list[ListedRank] = field(default_factory=list)
+    programs: set[str] = field(default_factory=set)
+    stated: str | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    blocking: bool = False
+    roots: set[int] = field(default_factory=set)
+
+    def read(self, text: str) -> None:
+        for number, line in enumerate(clean_lines(text), start=1):
             if not line:
                 continue
-            text = strip_nccl_message(line)
-            if self._row(number, text) or self._continue_row(text):
+            output = strip_nccl_message(line)
+            if self._row(number, output) or self._continue_row(output):
                 continue
-            if text is not line and "version" not in line and "failure" not in line:
+            if output is not line and "version" not in line and "failure" not in line:
                 continue  # a message of NCCL; skipped early, since a log may contain millions
             any(
                 handle(number, line)
@@ -168,8 +178,9 @@ class _Reader:
         # (%) is the unit of the iterations' variation; the unit of a timestamp is its format.
         units = {word for word in match[1].split() if word.startswith("(")} - {"(%)"}
         if units != _UNITS_READ and not self.table.refusal:
-            expected = " and ".join(sorted(_UNITS_READ))
-            self.table.refusal = f"line {number} has the units {match[1][:80]}: expected {expected}"
+            self.table.refusal = (
+                f"line {number} has the units {match[1][:80]}: expected {' and '.join(sorted(_UNITS_READ))}"
+            )
         return True
 
     def _device(self, number: int, line: str) -> bool:
@@ -235,7 +246,14 @@ class _Reader:
             return False
         if columns is None:
             if not self.log.tables:
-                self.log.tables.append(LogTable("nccl-tests", number, refusal=_HEADERLESS))
+                self.log.tables.append(
+                    LogTable(
+                        "nccl-tests",
+                        number,
+                        refusal="rows without the header that names their columns: give the log from its header on, "
+                        "and --ranks N if it lists no ranks",
+                    )
+                )
             return True
         self._close("another row begins inside it")
         if self.table is not None and self.table.ended:  # a further cycle, which has no header of its own

@@ -66,12 +66,19 @@ def read_deepspeed(text: str, log: Log) -> None:
 
 
 def _deepspeed_table(name: str, ranks: int, number: int) -> LogTable:
-    table = LogTable("deepspeed", number, ranks=ranks, ranks_from="its title", ended=True)
-    if (collective := collective_of(name)) in _DEEPSPEED_COLLECTIVES:
-        table.collective = collective
-    else:
-        table.refusal = f"{name[:40]!r} is not supported: expected {', '.join(_DEEPSPEED_COLLECTIVES)}"
-    return table
+    collective = collective_of(name)
+    is_supported = collective in _DEEPSPEED_COLLECTIVES
+    return LogTable(
+        "deepspeed",
+        number,
+        collective=collective if is_supported else None,
+        ranks=ranks,
+        ranks_from="its title",
+        refusal=""
+        if is_supported
+        else f"{name[:40]!r} is not supported: expected {', '.join(_DEEPSPEED_COLLECTIVES)}",
+        ended=True,
+    )
 
 
 def _deepspeed_row(match: _Match, number: int, table: LogTable, units: tuple[bool, str, str]) -> LogRow:
@@ -101,9 +108,8 @@ def _deepspeed_size(
     all_reduce counts the size once or twice.
     """
     sizes = [described * (table.ranks or 1), described] if table.collective == "all_gather" else [described]
-    factors = [2, 1] if table.collective == "all_reduce" else [1]
     for size in sizes:
-        for factor in factors:
+        for factor in [2, 1] if table.collective == "all_reduce" else [1]:
             low, high = factor * size / time.high, factor * size / max(time.low, 1e-300)
             if low <= tput.high * (1 + 1e-6) and high >= tput.low * (1 - 1e-6):
                 return size
@@ -243,15 +249,17 @@ def _is_ml_header(cells: list[str]) -> bool:
 
 
 def _ml_table(title: _Match | None, number: int) -> LogTable:
-    table = LogTable("ml-engineering", number, ended=True)
-    name = "all_reduce"  # a table without a title comes from all_reduce_bench.py
-    if title is not None:
-        name, table.ranks, table.ranks_from = title[1], int(title[2]), "its title"
-    if name in COLLECTIVES and name != "sendrecv":  # torch.distributed has no sendrecv
-        table.collective = name
-    else:
-        table.refusal = f"{name[:40]!r} is not a supported collective"
-    return table
+    name = title[1] if title else "all_reduce"  # a table without a title comes from all_reduce_bench.py
+    is_supported = name in COLLECTIVES and name != "sendrecv"  # torch.distributed has no sendrecv
+    return LogTable(
+        "ml-engineering",
+        number,
+        collective=name if is_supported else None,
+        ranks=int(title[2]) if title else None,
+        ranks_from="its title" if title else "",
+        refusal="" if is_supported else f"{name[:40]!r} is not a supported collective",
+        ended=True,
+    )
 
 
 def _ml_row(number: int, cells: dict[str, str], surplus: int) -> LogRow:
@@ -308,9 +316,12 @@ def _csv_table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable
     if position > 0 and all(len(words) > len(names) for _, words in rows):
         names = (*names[:position], "nodes", *names[position:])
     names = add_rows(log, table, names, rows)
-    identifying = ("collective", "ranks", "gpusperrank", "gpus")
     identities = {
-        tuple(values_by_name(names, words).get(name, "") for name in identifying) for _, words in rows
+        tuple(
+            values_by_name(names, words).get(name, "")
+            for name in ("collective", "ranks", "gpusperrank", "gpus")
+        )
+        for _, words in rows
     }
     for collective, *counts in identities:
         # The number of ranks is processes times GPUs per process; without MPI, the GPUs of the only process.
@@ -326,8 +337,8 @@ def _csv_table(log: Log, number: int, names: Names, rows: list[Row]) -> LogTable
 
 def _is_csv_header(line: str) -> bool:
     names = tuple(field.lower() for field in _csv_fields(line)) if "algbw" in line.lower() else ()
-    placements = len(placement_columns(names))  # two, or one with a column `inplace`
-    return set(names) >= _CSV_REQUIRED and placements + ("inplace" in names) == 2
+    # There are two buffer placements, or one with a column `inplace`.
+    return set(names) >= _CSV_REQUIRED and len(placement_columns(names)) + ("inplace" in names) == 2
 
 
 def _csv_fields(line: str) -> list[str]:
