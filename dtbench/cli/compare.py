@@ -75,8 +75,8 @@ def compare_command(
     from dtbench.records import baselines
     from dtbench.records.exports import write_exports
 
-    base = base if base.exists() else baselines.find_run_file(base)
-    comparison = compare_runs(*([read_run(path, with_samples=False)] for path in (base, head)))
+    paths = (baselines.find_run_file(base), head)
+    comparison = compare_runs(*([read_run(path, with_samples=False)] for path in paths))
     print_comparison(comparison, as_json)
     if exports:
         write_exports(comparison.points, exports)

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from dtbench.cli import options
-from dtbench.errors import EXIT_OK
 from dtbench.file_kinds import is_profile
 
 
@@ -27,7 +26,7 @@ from dtbench.file_kinds import is_profile
 @options.EXPORT
 def show_command(
     runs: tuple[Path, ...], as_json: bool, as_csv: bool, filter: str, sort: str, exports: options.Exports
-) -> int:
+) -> None:
     """Prints tables of the results in run files, or of a profile.
 
     \b
@@ -46,7 +45,7 @@ def show_command(
         from dtbench.traces.profile_job import JobRequest, print_profile, profile_job
 
         print_profile(profile_job(JobRequest(paths=runs)), as_json)
-        return EXIT_OK
+        return
     if (
         len(runs) == 1
         and not (as_json or as_csv or filter or sort or exports)
@@ -58,7 +57,7 @@ def show_command(
         sources = gather(runs)
         for line in (*stage_tables(sources.calls), *section_tables(sources.ranks)):
             click.echo(line)
-        return EXIT_OK
+        return
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     files = [path for path in runs if path.exists()]
@@ -77,7 +76,6 @@ def show_command(
         print_runs(read)
     if exports:
         write_exports(run_points(read), exports)
-    return EXIT_OK
 
 
 def _peak(text: str) -> tuple[str, float]:
@@ -133,7 +131,7 @@ def report_command(
     from dtbench.records import baselines
     from dtbench.reporting.html import gather, write_report
 
-    baseline = tuple(path if path.exists() else baselines.find_run_file(path) for path in baseline)
+    baseline = tuple(map(baselines.find_run_file, baseline))
     sources = gather(files, [path for path in baseline if not is_profile(path)], topology)
     if sources.job:
         from dtbench.traces.analysis import analyze

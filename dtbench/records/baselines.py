@@ -28,13 +28,13 @@ def baseline_path(name: str) -> Path:
 
 
 def find_run_file(text: str | Path) -> Path:
-    """Returns the path of a run file, given its path or the name of a baseline.
+    """Returns the path of a run file, given its path or the name of a baseline. Any existing path is returned as it is.
 
     Raises:
         UsageError: there is no such file and no such baseline.
     """
     path = Path(text)
-    if path.is_file():
+    if path.exists():
         return path
     if _NAME.fullmatch(str(text)) and baseline_path(str(text)).is_file():
         return baseline_path(str(text))
