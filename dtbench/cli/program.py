@@ -75,14 +75,13 @@ class _Commands(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         column = max(map(len, _SHOWN))
-        for task, commands in _COMMANDS.items():
+        for task, names in _COMMANDS.items():
             with formatter.section(task):
-                shown = [(name, self.get_command(context, name)) for name in commands]
                 formatter.write_dl(
                     [
                         (name.ljust(column), command.get_short_help_str(80))
-                        for name, command in shown
-                        if command
+                        for name in names
+                        if (command := self.get_command(context, name))
                     ]
                 )
 

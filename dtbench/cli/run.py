@@ -257,6 +257,6 @@ def _list_suites(as_json: bool) -> None:
     suites = read_builtin()
     if as_json:
         click.echo(json.dumps([{"suite": name, "help": text} for name, text in suites.items()], indent=2))
-        return
-    for name, text in suites.items():
-        click.echo(f"{name:{max(map(len, suites))}}  {text}")
+    else:
+        for name, text in suites.items():
+            click.echo(f"{name:{max(map(len, suites))}}  {text}")

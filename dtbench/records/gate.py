@@ -109,8 +109,11 @@ class Gate(Struct, frozen=True, kw_only=True):
             for check, ratio in moves.items()
             if ratio is not None
         ]
-        impls = {case.impl for case in self.benchmarks}
-        return lines + [f"{impl}: {IMPL_WORDS[impl]}" for impl in ("local", "wrapped") if impl in impls]
+        return lines + [
+            f"{impl}: {IMPL_WORDS[impl]}"
+            for impl in ("local", "wrapped")
+            if any(case.impl == impl for case in self.benchmarks)
+        ]
 
     @property
     def summary_line(self) -> str:

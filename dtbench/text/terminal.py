@@ -110,8 +110,7 @@ def print_table(console: Console, columns: Sequence[TableColumn], extras: Sequen
     Args:
         extras: columns at the right that are left out on a narrow terminal. A line below the table then names them.
     """
-    natural = _width([_natural(column) for column in (*columns, *extras)])
-    if not console.is_terminal and natural <= console.width:
+    if not console.is_terminal and width_of(console, [*columns, *extras]) <= console.width:
         _print_plain(console, [*columns, *extras])
         return
     easy = [max(_least(column), min(_natural(column), _EASY_WIDTH)) for column in columns]
