@@ -35,11 +35,6 @@ def is_profile(path: Path) -> bool:
     return path.name == JOB_FILE or (path / JOB_FILE).is_file()
 
 
-def looks_like_trace(path: Path) -> bool:
-    """Whether the file begins like a trace, compressed or not; False if it cannot be read."""
-    return _TRACE.match(_read_head(path)) is not None
-
-
 def _read_head(path: Path) -> bytes:
     """Returns the first bytes of a file, decompressed; b"" if it cannot be read."""
     try:
@@ -57,8 +52,9 @@ def _read_head(path: Path) -> bytes:
 def kind_of(path: Path) -> str:
     """Returns the kind that the file begins with, e.g. "topology" or "trace"; "" if it is unknown or unreadable."""
     head = _read_head(path)
-    named = match[1].decode() if (match := _KIND.match(head)) else "inspector" if _INSPECTOR in head else ""
-    return "trace" if _TRACE.match(head) else named
+    if match := _KIND.match(head):  # first, since a run may contain names like those of a trace
+        return match[1].decode()
+    return "trace" if _TRACE.match(head) else "inspector" if _INSPECTOR in head else ""
 
 
 def refuse_other_kind(path: Path, expected: str, *, programs: bool = False) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dtbench.file_kinds import HEAD_BYTES, looks_like_trace
+from dtbench.file_kinds import HEAD_BYTES, kind_of
 from dtbench.records.comparison import Verdict
 from dtbench.records.job import CallChange, CallKind, Job, JobAnalysis, Lane, SavingEstimate, TimeChange
 from dtbench.records.topology import read_topology
@@ -164,18 +164,19 @@ def test_print_job_of_sparse_traces_omits_missing_figures() -> None:
         ("", False),
         ('[{"name": "x"}]', False),
         ('{"kind": "run"}', False),
+        ('{"kind": "run", "options": {"traceEvents": 1}}', False),
     ],
 )
-def test_looks_like_trace_reads_the_head_of_a_file(
+def test_kind_of_reads_the_head_of_a_file(
     tmp_path: Path, text: str, is_trace: bool, pack: Callable[[bytes], bytes]
 ) -> None:
     (tmp_path / "file").write_bytes(pack(text.encode()))
-    assert looks_like_trace(tmp_path / "file") == is_trace
+    assert (kind_of(tmp_path / "file") == "trace") == is_trace
 
 
-def test_looks_like_trace_refuses_folders_and_damaged_archives(tmp_path: Path) -> None:
+def test_kind_of_is_unknown_for_folders_and_damaged_archives(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(gzip.compress(b" " * 2**24 + EVENTS.encode())[:-9])
-    assert not looks_like_trace(tmp_path / "file") and not looks_like_trace(tmp_path)
+    assert not kind_of(tmp_path / "file") and not kind_of(tmp_path)
 
 
 @pytest.mark.parametrize(
