@@ -121,10 +121,17 @@ def drops_of_curve(
         times_s: bytes / bus bandwidth at each size.
         setting: params that distinguish the curve from others.
     """
-    levels = [(size, size / time_s) for size, time_s in zip(sizes, times_s, strict=True)]
-    drops = []
-    for i in bandwidth_drops(sizes, times_s):
-        edges = *levels[i.start - 1], *levels[i.start], sizes[i[-1]]
-        recovered = sizes[i.stop] if i.stop < len(sizes) else None
-        drops.append(BandwidthDrop(collective, mesh_dim, setting, *edges, recovered))
-    return drops
+    return [
+        BandwidthDrop(
+            collective,
+            mesh_dim,
+            setting,
+            before_bytes=sizes[drop.start - 1],
+            before_Bps=sizes[drop.start - 1] / times_s[drop.start - 1],
+            first_bytes=sizes[drop.start],
+            first_Bps=sizes[drop.start] / times_s[drop.start],
+            last_bytes=sizes[drop[-1]],
+            recovered_bytes=sizes[drop.stop] if drop.stop < len(sizes) else None,
+        )
+        for drop in bandwidth_drops(sizes, times_s)
+    ]

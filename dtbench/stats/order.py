@@ -6,6 +6,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dtbench.grouping import group_by
 from dtbench.records.result import Result, estimator_of
 from dtbench.records.timing import SHARES, summarize
 from dtbench.suite import Case
@@ -62,11 +63,8 @@ def batch_quantiles(
 
 def index_blocks(keys: Iterable[_K | None]) -> Iterator[tuple[_K, list[int]]]:
     """Yields the indices of equal keys in blocks, for vectorized work. Keys that are None are skipped."""
-    indices_by_key: dict[_K, list[int]] = {}
-    for index, key in enumerate(keys):
-        if key is not None:
-            indices_by_key.setdefault(key, []).append(index)
-    for key, indices in indices_by_key.items():
+    key_by_index = {index: key for index, key in enumerate(keys) if key is not None}
+    for key, indices in group_by(key_by_index, key_by_index.__getitem__).items():
         # Blocks of 256 make numpy's overhead per call small and still keep arrays small.
         for first in range(0, len(indices), 256):
             yield key, indices[first : first + 256]
