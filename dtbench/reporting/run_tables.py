@@ -292,19 +292,18 @@ def _print_not_ok(console: Console, run: Run) -> None:
 
 
 def _run_json(run: Run) -> dict[str, object]:
-    results = [
-        {
-            name: value
-            for name, value in msgspec.to_builtins(result.without_samples()).items()
-            if name not in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s")
-        }
-        for result in run.results
-    ]
     return {
         "path": str(run.path),
         "complete": run.complete,
         "header": msgspec.to_builtins(run.header),
-        "results": results,
+        "results": [
+            {
+                name: value
+                for name, value in msgspec.to_builtins(result.without_samples()).items()
+                if name not in ("kind", "samples_s", "rank_samples_s", "rank_arrivals_s")
+            }
+            for result in run.results
+        ],
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
     }
 

@@ -99,7 +99,6 @@ def read_logs(files: Sequence[Path]) -> Job:
     collectives = _collectives(_check(calls, callers, notes), callers)
     ranks = callers.drop_duplicates("rank").sort_values("rank")
     world_size = max(len(ranks), int(callers["group_size"].max()))
-    missing = [f"have logs of {len(ranks)} of {world_size} ranks"] * (len(ranks) < world_size)
     return Job(
         label=files[0].parent.name,
         world_size=world_size,
@@ -119,7 +118,10 @@ def read_logs(files: Sequence[Path]) -> Job:
             for rank, log, process in zip(ranks["rank"], ranks["log"], ranks["process"], strict=True)
         ),
         collectives=tuple(sorted(collectives, key=lambda row: (row.rank, -row.time_s))),
-        notes=(*missing, *(f"{text}: {count}" for text, count in notes.items() if count)),
+        notes=(
+            *[f"have logs of {len(ranks)} of {world_size} ranks"] * (len(ranks) < world_size),
+            *(f"{text}: {count}" for text, count in notes.items() if count),
+        ),
     )
 
 

@@ -115,8 +115,10 @@ def gather(paths: Sequence[Path], baseline: Sequence[Path] = (), topology: Path 
             words = {"topology": "topologies", "gate": "results of gates", "job": "jobs"}[name]
             raise UsageError(f"{len(values)} {words} were given: a report shows one; give one of them")
         contents[name] = values[0] if values else None
-    for name in ("runs", "calls", "ranks", "histories", "notes"):
-        contents[name] = tuple(item for part in parts for item in part.get(name, ()))
+    contents |= {
+        name: tuple(item for part in parts for item in part.get(name, ()))
+        for name in ("runs", "calls", "ranks", "histories", "notes")
+    }
     return split_systems(Sources(**contents))
 
 

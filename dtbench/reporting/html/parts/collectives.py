@@ -155,10 +155,12 @@ def _bandwidths(
     )
     styles: dict[str, Style] = {}
     for (dim, ranks), look in zip(dims, LOOKS, strict=False):
-        for index, way in enumerate(ways):
-            styles[_label((dim, ranks), way)] = replace(
+        styles |= {
+            _label((dim, ranks), way): replace(
                 look, dash=DASHES[min(index, len(DASHES) - 1)], hollow=index > 0
             )
+            for index, way in enumerate(ways)
+        }
         if dim in limits:
             styles[f"limit of {dim}"] = replace(look, marker="", dash=(1, 2))
     styles[DROPPED] = Style("ink", "X", None)

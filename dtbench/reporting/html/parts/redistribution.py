@@ -136,12 +136,14 @@ def times_over_size(
 def _measured(name: str, collectives: Sequence[ReportCase], moved: Sequence[ReportCase]) -> list[DrawnCurve]:
     """Returns the curves of a collective and of the redistributions by core and torch, over the collective's size."""
     points = {"c10d": [(c.only.size_bytes or 0, c.only.estimate_s) for c in collectives]}
-    for impl in ("core", "torch"):
-        points[impl] = [
+    points |= {
+        impl: [
             (c.number("size") // tensor_bytes_per_printed_byte(name, c.number("ranks")), seconds)
             for c in moved
             if (seconds := c.seconds(impl)) is not None
         ]
+        for impl in ("core", "torch")
+    }
     return lines({label: sorted(p for p in pairs if p[0] > 0) for label, pairs in points.items()})
 
 
