@@ -47,6 +47,9 @@ SCORES = 10.5
 # in 2 bytes.
 OPTIMIZER_BYTES = 26
 
+# Collective, bytes, ranks, distance between neighbouring ranks -> seconds; see `NodeLinks.collective`.
+Collective = Callable[[str, float, int, int], float]
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -120,7 +123,7 @@ def predict_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec,
         compute_s=count * busy_s,
         tensor_s=count * layers * exposed_s,
         pipeline_s=(count + layout.pp - 2) * send_s,
-        data_s=_data_parallel(job, layout, machine, links, busy_s),
+        data_s=_data_parallel(job, layout, machine, links.collective, busy_s),
         bubble_s=other_stages_s / layout.chunks,
         once_s=machine.fitted.step_us * 1e-6 + _optimizer(job, layout, machine),
         model_flops=model_flops(job),
@@ -157,7 +160,7 @@ def _layer(
     moved_bytes = ITEM * tokens * _memory_bound(job, layout)
     device = matmul + pass_factor * (moved_bytes / machine.bytes_per_s + fitted.layer_us * 1e-6)
     host = pass_factor * (fitted.host_us if layout.tp == 1 else fitted.host_tp_us) * 1e-6
-    exposed, latency = _in_layer(job, layout, links, forward, scores)
+    exposed, latency = _in_layer(job, layout, links.collective, forward, scores)
     if layout.tp > 1 and layout.pp > 1 and job.gpus > machine.gpus_per_node:
         host += pass_factor * fitted.wait_us * 1e-6 * layout.tp + latency
     busy = max(device, host)
@@ -165,13 +168,14 @@ def _layer(
 
 
 def _in_layer(
-    job: TrainingJob, layout: TrainingLayout, links: Links, forward: float, scores: float
+    job: TrainingJob, layout: TrainingLayout, collective: Collective, forward: float, scores: float
 ) -> tuple[float, float]:
     """Returns two times of a layer, forward plus backward, in seconds.
 
     The first is that of its exposed collectives, the second the latency of its tensor-parallel collectives.
 
     Args:
+        collective: predicts a collective, see `NodeLinks`.
         forward: seconds of the forward matrix products, which overlap with collectives.
         scores: seconds of the forward attention.
     """
@@ -182,7 +186,7 @@ def _in_layer(
         size = tokens * model.hidden * ITEM
         # In the backward pass, collectives overlap with the computation of the block's weight gradients.
         name = "all_gather" if job.software.sequence_parallel else "all_reduce"
-        call_s, empty_s = (links.collective(name, size_bytes, tp, 1) for size_bytes in (size, 1))
+        call_s, empty_s = (collective(name, size_bytes, tp, 1) for size_bytes in (size, 1))
         # Sequence parallelism has an all-gather and a reduce-scatter per block; backward gathers once more.
         in_forward, in_backward = (
             (2 * (1 + recomputed), 3) if job.software.sequence_parallel else (1 + recomputed, 1)
@@ -192,12 +196,12 @@ def _in_layer(
     if layout.cp > 1:
         # Keys and values of the full sequence, and backward their gradients, are sent to every rank during attention.
         kv_bytes = 2 * model.kv_heads * model.head_dim * ITEM * tokens * layout.cp / tp
-        call_s = links.collective("all_gather", kv_bytes, layout.cp, tp)
+        call_s = collective("all_gather", kv_bytes, layout.cp, tp)
         exposed += (1 + recomputed) * max(0.0, call_s - scores) + max(0.0, 2 * call_s - 2.5 * scores)
     if layout.ep > 1:
         # Tokens are sent to the experts and back in both passes. All experts are assumed to get the same number.
         routed_bytes = tokens * model.experts_per_token * model.hidden * ITEM / tp
-        exposed += (4 + 2 * recomputed) * links.collective("all_to_all", routed_bytes, layout.ep, 1)
+        exposed += (4 + 2 * recomputed) * collective("all_to_all", routed_bytes, layout.ep, 1)
     return exposed, latency
 
 
@@ -225,11 +229,12 @@ def _head(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> flo
 
 
 def _data_parallel(
-    job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, links: Links, busy_s: float
+    job: TrainingJob, layout: TrainingLayout, machine: MachineSpec, collective: Collective, busy_s: float
 ) -> float:
     """Returns the exposed seconds of reducing gradients and gathering weights.
 
     Args:
+        collective: predicts a collective, see `NodeLinks`.
         busy_s: computation of a micro batch, with which they overlap.
     """
     if layout.copies == 1:
@@ -242,7 +247,7 @@ def _data_parallel(
     replicated = [(elements - experts, layout.copies, layout.tp)]
     if experts:
         replicated.append((experts, layout.copies * layout.tp // layout.ep, layout.ep))
-    gather = functools.partial(links.collective, "all_gather")
+    gather = functools.partial(collective, "all_gather")
     overlap_s = busy_s if job.software.overlap else 0.0
     total = 0.0
     for count, copies, inner in replicated:
@@ -262,7 +267,7 @@ def _data_parallel(
             if job.software.zero and shards == 1:
                 layer_s = gather(gradients, replicas, distance) + gather(weights, replicas, distance)
             else:
-                layer_s = links.collective("all_reduce", gradients / shards, replicas, distance)
+                layer_s = collective("all_reduce", gradients / shards, replicas, distance)
             # Overlaps with the last backward pass, two thirds of a micro batch.
             total += max(layers * layer_s - 2 / 3 * overlap_s, layer_s)
     return total
@@ -271,19 +276,6 @@ def _data_parallel(
 def _optimizer(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> float:
     moved_bytes = (OPTIMIZER_BYTES + machine.fitted.gradient_bytes) * stage_elements(job.model, layout)
     return moved_bytes / (layout.copies if job.software.zero else layout.fsdp) / machine.bytes_per_s
-
-
-class _ByteCounter:
-    """Links whose "time" is the size of the selected collectives, to sum up bytes instead of seconds."""
-
-    def __init__(self, is_selected: Callable[[str, int], bool]) -> None:
-        self._is_selected = is_selected
-
-    def collective(self, name: str, size_bytes: float, ranks: int, inner: int) -> float:
-        return size_bytes if self._is_selected(name, inner) else 0.0
-
-    def send(self, size_bytes: float, tp: int, inner: int) -> float:
-        return 0.0
 
 
 def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpec) -> dict[str, float]:
@@ -299,21 +291,20 @@ def bytes_per_step(job: TrainingJob, layout: TrainingLayout, machine: MachineSpe
         raise ValueError(f"pp={layout.pp}: stages transfer different amounts, expected pp=1")
     layers = job.model.layers * layout.micro_batches(job.batch)
 
+    # In place of predicting a collective, `size_over_dim` returns its bytes, or 0 if it is over another dim.
     def layer_bytes(dim: str) -> float:
-        counter = _ByteCounter(
-            lambda name, inner: (
-                dim == ("ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp")
-            )
-        )
-        return layers * _in_layer(job, layout, counter, 0.0, 0.0)[0]
+        def size_over_dim(name: str, size_bytes: float, _ranks: int, inner: int) -> float:
+            used_dim = "ep" if name == "all_to_all" else "tp" if layout.tp > 1 and inner == 1 else "cp"
+            return size_bytes if dim == used_dim else 0.0
+
+        return layers * _in_layer(job, layout, size_over_dim, 0.0, 0.0)[0]
 
     def data_bytes(dim: str) -> float:
-        counter = _ByteCounter(
-            lambda _name, inner: (
-                dim == ("fsdp" if layout.fsdp > 1 and inner in (layout.tp, layout.ep) else "dp")
-            )
-        )
-        return _data_parallel(job, layout, machine, counter, 0.0)
+        def size_over_dim(_name: str, size_bytes: float, _ranks: int, inner: int) -> float:
+            is_sharding = layout.fsdp > 1 and inner in (layout.tp, layout.ep)
+            return size_bytes if dim == ("fsdp" if is_sharding else "dp") else 0.0
+
+        return _data_parallel(job, layout, machine, size_over_dim, 0.0)
 
     sizes = {dim: layer_bytes(dim) for dim in ("tp", "cp", "ep")} | {
         dim: data_bytes(dim) for dim in ("fsdp", "dp")
