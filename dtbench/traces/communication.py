@@ -100,7 +100,7 @@ class Call(NamedTuple):
 def parse_collective(name: str) -> str:
     """Returns e.g. `all_gather` for `c10d::_allgather_base_` and `ncclDevKernel_AllGather_RING_LL`."""
     letters = re.sub(r"[^a-z]", "", re.sub(r"^\w+::?", "", name[:300].partition("(")[0]).lower())
-    return next((known for part, known in _NAME_BY_LETTERS.items() if part in letters), UNKNOWN)
+    return next((collective for part, collective in _NAME_BY_LETTERS.items() if part in letters), UNKNOWN)
 
 
 def parse_dtype(text: object) -> tuple[str | None, int | None]:

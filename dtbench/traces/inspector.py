@@ -191,7 +191,7 @@ def _mesh_dims(callers: pd.DataFrame) -> list[str]:
     torch names communicators "DESCRIPTION:NAME", such as "mesh_tp:5" (pytorch#192487, August 2026). torch 2.13 gives
     them no name; they are then named by their ranks, if the logs of all of them are present.
     """
-    ranks = {id_: sorted({*same}) for id_, same in callers.groupby("id")["rank"]}
+    ranks = {id_: sorted({*members}) for id_, members in callers.groupby("id")["rank"]}
     return [
         name_mesh_dim(
             re.sub(r":[^:]*$", "", name.removeprefix("unknown")),

@@ -128,9 +128,11 @@ def _list_ranks(ranks: Sequence[object]) -> str:
 
 def _merge_notes(notes: Sequence[str]) -> Iterable[str]:
     """Merges notes that are the same on several ranks."""
-    for text, same in group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note)).items():
-        ranks = [note.partition(":")[0].removeprefix("rank ") for note in same if note.startswith("rank ")]
-        yield f"ranks {_list_ranks(ranks)}: {text}" if len(ranks) > 1 else same[0]
+    for text, repeated in group_by(notes, lambda note: re.sub(r"^rank \d+: ", "", note)).items():
+        ranks = [
+            note.partition(":")[0].removeprefix("rank ") for note in repeated if note.startswith("rank ")
+        ]
+        yield f"ranks {_list_ranks(ranks)}: {text}" if len(ranks) > 1 else repeated[0]
 
 
 def _drop_partly_known_groups(traces: Iterable[RankTrace]) -> None:

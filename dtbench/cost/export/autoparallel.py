@@ -34,16 +34,16 @@ def render(request: ExportRequest) -> Export:
     system = measured_system(request.topology, "autoparallel")
     arch, per_host = ARCHITECTURES[_model(system.gpu, request.topology.device_type)], system.gpus_per_host
     host_dim, network_dim = system.host_dim, system.network_dim
-    inside, between = DEFAULT_BANDWIDTHS[arch]
+    default_intra, default_inter = DEFAULT_BANDWIDTHS[arch]
     arguments: dict[str, tuple[object, str]] = {
         "num_nodes": (system.hosts, "hosts"),
         "gpus_per_node": (per_host, "ranks per host"),
         "bw_intra": (bandwidth_inside(host_dim), "fitted over the widest dim in a host")
         if host_dim
-        else (inside, "autoparallel's own value: no dim inside hosts was measured"),
+        else (default_intra, "autoparallel's own value: no dim inside hosts was measured"),
         "bw_inter": (bandwidth_between_hosts(network_dim), "fitted over the slowest dim between hosts")
         if network_dim
-        else (between, "autoparallel's own value: no dim between hosts was measured"),
+        else (default_inter, "autoparallel's own value: no dim between hosts was measured"),
         "num_channels": (None, "NCCL's default for the GPU"),
         # Boards with PCIe or a bridge (NVL) have no NVSwitch, nor have hosts with fewer than 8 GPUs.
         "has_nvswitch": (
@@ -79,6 +79,6 @@ def _extra_latency_us(dim: Dim) -> float:
 
     A ring of h hosts has h - 1 hops between hosts; the others are assumed to take as long as inside a host.
     """
-    hops, between = dim.ranks - 1, hosts_per_group(dim) - 1
-    hop_us = (hops * dim.latency_us_per_hop - (hops - between) * HOP_INSIDE_US) / between
+    hops, network_hops = dim.ranks - 1, hosts_per_group(dim) - 1
+    hop_us = (hops * dim.latency_us_per_hop - (hops - network_hops) * HOP_INSIDE_US) / network_hops
     return max(0.0, hop_us - HOP_BETWEEN_US)

@@ -153,7 +153,7 @@ def _calls(dim: Dim, dtypes: tuple[str, ...]) -> Iterator[tuple[dict[str, object
 def sample_sizes(curve: Curve, element_bytes: int) -> Iterator[int]:
     """Yields ascending numbers of elements between which log-log interpolation follows the curve."""
     # The curve bends at its sizes: the numbers of elements on either side of each.
-    bends = (size // element_bytes + above for size in curve.sizes for above in (0, size % element_bytes > 0))
+    bends = (size // element_bytes + step for size in curve.sizes for step in (0, size % element_bytes > 0))
     limits = sorted({1, *bends, LARGEST_BYTES // element_bytes} - {0})
     for low, high in itertools.pairwise(limits):
         yield from _sizes_between(curve, element_bytes, low, high)

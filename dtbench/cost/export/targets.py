@@ -119,7 +119,7 @@ def render(request: ExportRequest, name: str) -> Export:
     target = TARGETS[name]
     for option in ("mesh", "dtypes"):
         if option not in target.options and getattr(request, option) != getattr(ExportRequest, option):
-            takers = ", ".join(taker for taker, other in TARGETS.items() if option in other.options)
+            takers = ", ".join(taker for taker, described in TARGETS.items() if option in described.options)
             raise UsageError(f"--{option.rstrip('s')} is for {takers}, not for {name}: leave it out")
     if not request.topology.dims:
         raise UsageError(
