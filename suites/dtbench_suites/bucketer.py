@@ -207,8 +207,11 @@ def uncopied(
         run()
         return compare()
 
-    counters = {"collectives": float(len(calls)), "bytes_copied": 0.0, "peak_bytes": 0.0}
-    return Workload(run=run, check=check, counters=lambda: counters)
+    return Workload(
+        run=run,
+        check=check,
+        counters=lambda: {"collectives": float(len(calls)), "bytes_copied": 0.0, "peak_bytes": 0.0},
+    )
 
 
 SMALL_IMPLS = ("core", "reference", "unbucketed", "packed", "limit")
@@ -228,9 +231,8 @@ def _has_smallest_tensors(case: Case) -> bool:
     budget_priority=_has_smallest_tensors,
 )
 def bucketer(options: RunOptions) -> Iterator[Case]:
-    sweeps: list[tuple[str, Sweep, tuple[str, ...]]]
     if options.quick:
-        sweeps = [("reduce_scatter", QUICK, SMALL_IMPLS)]
+        sweeps: list[tuple[str, Sweep, tuple[str, ...]]] = [("reduce_scatter", QUICK, SMALL_IMPLS)]
     elif options.sizes_chosen:
         sweeps = [
             ("reduce_scatter_buckets", (64 * MIB, (256 * KIB,), options.sizes_bytes), ("core", "limit"))

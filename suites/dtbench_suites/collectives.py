@@ -188,9 +188,8 @@ def trimmed(collective: str, size_bytes: int, n: int, itemsize: int) -> int:
 
 def calls_per_sample_of(mode: str, size_bytes: int) -> int:
     """Returns the number of calls per sample."""
-    if mode == "isolated":
-        return 1
-    return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
+    back_to_back = min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
+    return 1 if mode == "isolated" else back_to_back
 
 
 def accompanying_sizes(options: RunOptions, groups: str, mode: str) -> tuple[int, ...]:
@@ -217,11 +216,10 @@ def sweep_cases(
         sizes_of: (options, groups, mode) -> requested sizes in bytes.
     """
     for (mesh_dim, n), dtype, name in itertools.product(dims, options.dtypes, names):
-        spans_all_ranks = n == options.world_size  # then the only group is both alone and together
         cases = [
             case_of(name, mesh_dim, n, groups, mode, dtype, size)
             for groups, mode in REGIMES
-            if not (spans_all_ranks and groups == "alone")
+            if groups != "alone" or n < options.world_size  # a group of all ranks is both alone and together
             for size in sizes_of(options, groups, mode)
         ]
         # Sizes too small to divide among the ranks are rounded to the same size: keep one case of it.

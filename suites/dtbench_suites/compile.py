@@ -242,9 +242,8 @@ def prepare_block(name: str, place: Place, batch: int = BATCH) -> PreparedCall:
 def keep_parts(model: nn.Module, place: Place) -> None:
     """Replaces each weight by this rank's shard."""
     for name, module in model.named_children():
-        for kind in ("weight", "bias") if name in COLUMNS else ("weight",):
-            parameter = getattr(module, kind)
-            if parameter is not None:
+        for kind, parameter in [*module.named_parameters()]:
+            if name in COLUMNS or kind == "weight":
                 part = place.part(parameter.detach(), "S(0)" if name in COLUMNS else "S(1)")
                 setattr(module, kind, nn.Parameter(part))
 
@@ -323,20 +322,6 @@ def is_collective(node: torch.fx.Node) -> bool:
     return space in ("_c10d_functional", "c10d", "_dtensor") and not name.startswith("wait_tensor")
 
 
-def graph_counters(compilation: Compilation) -> dict[str, float]:
-    """Compiles the call again and returns its counters. All ranks must call it together."""
-    counter = CountingBackend()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    prepared = compilation.prepared
-    with caches_off():
-        compiled = torch.compile(with_own_code(prepared.fn), backend=counter)
-        results_of(compiled, prepared.inputs, prepared.leaves, compilation.backward)
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    torch._dynamo.reset()
-    return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
-
-
 @contextlib.contextmanager
 def caches_off() -> Iterator[None]:
     """Turns off the graph caches, and inductor's worker processes, of which each rank would start several."""
@@ -349,6 +334,20 @@ def caches_off() -> Iterator[None]:
         inductor.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1),
     ):
         yield
+
+
+@caches_off()
+def graph_counters(compilation: Compilation) -> dict[str, float]:
+    """Compiles the call again and returns its counters. All ranks must call it together."""
+    counter = CountingBackend()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prepared = compilation.prepared
+    compiled = torch.compile(with_own_code(prepared.fn), backend=counter)
+    results_of(compiled, prepared.inputs, prepared.leaves, compilation.backward)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.reset()
+    return {"graph_breaks": breaks, "graphs": counter.graphs, "collectives": counter.collectives}
 
 
 def prepare(program: CompiledOp | str, place: Place, first_version: bool) -> PreparedCall:
@@ -374,9 +373,9 @@ def build_impl(
     compilation = Compilation(partial(prepare, program, place), backend, passes == FORWARD_BACKWARD, place)
     counters = partial(graph_counters, compilation)
 
+    @caches_off()
     def run() -> list[Tensor]:
-        with caches_off():
-            return compilation.call()
+        return compilation.call()
 
     reset = torch._dynamo.reset
     if call == CACHED:
@@ -384,25 +383,26 @@ def build_impl(
         run()  # compiles, so that the timed calls do not
         return Workload(compilation.call, None, compilation.check, counters, close=reset)
 
+    @caches_off()
     def reset_and_prepare() -> None:
-        with caches_off():
-            compilation.start(call)
+        compilation.start(call)
 
+    @caches_off()
     def check() -> str | None:
         reset_and_prepare()  # a sample of another impl may have reset Dynamo
-        with caches_off():
-            return compilation.check()
+        return compilation.check()
 
     return Workload(run, reset_and_prepare, check, counters, close=reset)
 
 
 def variants(options: RunOptions, name: str) -> Iterator[tuple[str, str, str]]:
     """Yields (backend, pass, call). A quick run measures compile time of forward with aot_eager only."""
-    for variant in itertools.product(BACKENDS, (FORWARD, FORWARD_BACKWARD), (CACHED, FIRST, RECOMPILED)):
-        backend, passes, call = variant
+    for backend, passes, call in itertools.product(
+        BACKENDS, (FORWARD, FORWARD_BACKWARD), (CACHED, FIRST, RECOMPILED)
+    ):
         trained = passes == FORWARD or name == "mlp"
         if not options.quick or (trained and (call == CACHED or (backend, passes) == (BACKENDS[0], FORWARD))):
-            yield variant
+            yield backend, passes, call
 
 
 @suite("compile", world="ranks", by_default=False, help=SUITES["compile"], impl_s=(2.3, 1.5))

@@ -225,26 +225,19 @@ class PlacedOp:
         inputs = [t.requires_grad_(self.pass_ != FORWARD and t.ndim > 0) for t in self.full_inputs(ROWS)]
         # In-place ops have no backward pass here: they must not write to a leaf that requires gradients.
         want = as_tuple(self.op.fn(*inputs))
-        partial_terms: Sequence[Tensor] = ()  # rank 0's terms of Partial outputs: the op on its local tensors
-        if self.op.result.startswith("P"):
-            local_inputs = [
-                shard_of(t, text, 0, WORLD)
-                for t, text in zip(inputs, self.op.input_placements("local"), strict=True)
-            ]
-            partial_terms = as_tuple(self.op.fn(*local_inputs))
-        for i, (g, w) in enumerate(zip(as_tuple(got), want, strict=True)):
-            expected_local = partial_terms[i] if partial_terms else shard_of(w, self.op.result, 0, WORLD)
-            wrong = self.compare(g, w, expected_local, self.op.result, f"output {i}")
+        want_local = tuple(shard_of(w, self.op.result, 0, WORLD) for w in want)
+        if self.op.result.startswith("P"):  # rank 0's terms of Partial outputs: the op on its local tensors
+            placed = zip(inputs, self.op.input_placements("local"), strict=True)
+            want_local = as_tuple(self.op.fn(*(shard_of(t, text, 0, WORLD) for t, text in placed)))
+        for i, (g, w, local) in enumerate(zip(as_tuple(got), want, want_local, strict=True)):
+            wrong = self.compare(g, w, local, self.op.result, f"output {i}")
             if g.requires_grad != w.requires_grad:
                 wrong = f"output {i} has requires_grad={g.requires_grad}, expected {w.requires_grad}"
             if wrong:
                 return wrong
-        if self.pass_ == BACKWARD:
-            leaves = [t for t in inputs if t.requires_grad]
-            return self.check_gradients(
-                gradients, torch.autograd.grad(want, leaves, [torch.ones_like(w) for w in want])
-            )
-        return None
+        leaves, cotangents = [t for t in inputs if t.requires_grad], [torch.ones_like(w) for w in want]
+        want_gradients = torch.autograd.grad(want, leaves, cotangents) if self.pass_ == BACKWARD else ()
+        return self.check_gradients(gradients, want_gradients)
 
     def check_gradients(self, got: Sequence[Any], want: Sequence[Tensor]) -> str | None:
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -478,15 +471,13 @@ def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[t
     First calls of forward+requires_grad are left out: they make the same decisions as those of forward. A quick run
     leaves out the slowest: the first calls of forward+backward and, on the 2-D mesh, all but cached forward calls.
     """
+    if options.quick and len(shape) > 1:
+        return [(FORWARD, "cached")]
     passes = EVERY_PASS if op.backward else (FORWARD,)
     pairs = [(p, c) for p in passes for c in ("cached", "first") if (p, c) != (REQUIRES_GRAD, "first")]
     if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
         pairs.insert(1, (FORWARD, "busy"))
-    if not options.quick:
-        return pairs
-    if len(shape) > 1:
-        return [(FORWARD, "cached")]
-    return [v for v in pairs if v != (BACKWARD, "first")]
+    return [pair for pair in pairs if not (options.quick and pair == (BACKWARD, "first"))]
 
 
 # Programs that quick runs leave out. torch takes half a minute for them, so under --budget they are measured last.

@@ -25,13 +25,13 @@ from dtbench.suite.case import WHOLE
 from dtbench_suites import SUITES
 from dtbench_suites.data import (
     MOVED_VALUES,
-    SUMMED_VALUES,
     dims_with_several_ranks,
     dtensor_api,
     mismatch,
     parallel_api,
     silence_torch,
     skip_cuda_gathers_on_gloo,
+    summed_values,
     torch_dtype,
 )
 from dtbench_suites.tensor_parallel import FORWARD, FORWARD_BACKWARD, run_pass, wait_for
@@ -60,8 +60,7 @@ def indices_of(tables: int, rows: int, lookups: int) -> Tensor:
 
 def step_of(embed: Callable[[], Tensor], weights: Sequence[Tensor], cotangent: Tensor | None) -> Step:
     def step() -> list[Tensor]:
-        backward = None if cotangent is None else lambda _out: cotangent
-        embedded, *grads = run_pass(embed, (), weights, backward)
+        embedded, *grads = run_pass(embed, (), weights, None if cotangent is None else lambda _out: cotangent)
         return [embedded, *(wait_for(placed_as(g, w)) for g, w in zip(grads, weights, strict=False))]
 
     return step
@@ -160,8 +159,9 @@ def build_impl(
     else:
         embed, weights = by_module(STYLES[sharding], impl, mesh, tables[0], own_indices)
     # (tables, lookups, width); each rank uses the part of its own lookups.
-    values = torch.arange(table_count * lookups * width, device=world.device)
-    cotangent = (values % SUMMED_VALUES).to(dtype).view(table_count, lookups, width)
+    cotangent = summed_values(0, 1, table_count * lookups * width, dtype, world.device).view(
+        table_count, lookups, width
+    )
     own_cotangent = cotangent.chunk(n, dim=1)[rank].contiguous()
     output_cotangent = own_cotangent if sharding == "table-wise" else own_cotangent[0]
     step = step_of(embed, weights, output_cotangent if passes == FORWARD_BACKWARD else None)

@@ -25,12 +25,10 @@ from dtbench_suites.collectives import (
     sweep_cases,
 )
 from dtbench_suites.data import (
+    Place,
     calibrated_dims,
-    dtensor_api,
     mesh_of_dim,
-    mismatch,
     moved_values,
-    placement,
     shard_of,
     silence_torch,
     skip_cuda_gathers_on_gloo,
@@ -67,7 +65,8 @@ def build_impl(
     """
     (mesh_dim, groups), (src, dst) = target_dim, change
     silence_torch()
-    api, mesh = dtensor_api(impl), mesh_of_dim(world, mesh_dim)
+    mesh = mesh_of_dim(world, mesh_dim)
+    place = Place(impl, mesh, world.device)
     if groups == "alone" and 0 not in mesh.mesh:
         return Workload(run=lambda: None, participates=False)
     if impl == "torch" and src != "P" and dst == "R":
@@ -79,17 +78,9 @@ def build_impl(
     else:
         full = moved_values(0, count, dtype, world.device).view(shape)
         local = shard_of(full, src, rank, n)
-    tensor = api.DTensor.from_local(local, mesh, [placement(api, src)], run_check=False)
-    target = [placement(api, dst)]
-    run = partial(tensor.redistribute, mesh, target)
-
-    def check() -> str | None:
-        result = run()
-        if tuple(result.placements) != tuple(target) or result.shape != full.shape:
-            return f"got {result.placements} {tuple(result.shape)}, expected {target} {shape}"
-        return mismatch(result.to_local(), shard_of(full, dst, rank, n), "the local tensor")
-
-    return Workload(run=run, check=check)
+    tensor = place.api.DTensor.from_local(local, mesh, place.placements(src), run_check=False)
+    run = partial(tensor.redistribute, mesh, place.placements(dst))
+    return Workload(run, check=lambda: place.mismatch(run(), dst, shape, shard_of(full, dst, rank, n)))
 
 
 def sizes_of(options: RunOptions, groups: str, mode: str) -> Sequence[int]:
