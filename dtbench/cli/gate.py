@@ -2,13 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from dtbench.cli import options
-from dtbench.engine.options import LAUNCH_TIMEOUT_S, parse_duration, split_target
+from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest, parse_duration, split_target
 from dtbench.errors import EXIT_INTERRUPTED, OutputError, plain, print_error
+from dtbench.suite.mesh import Mesh
 
 if TYPE_CHECKING:
     from dtbench.records.gate import Gate
@@ -71,6 +72,11 @@ def gate_command(
     words: tuple[str, ...],
     base: str,
     head: str,
+    mesh: Mesh | None,
+    nproc: int | None,
+    device: Literal["auto", "cpu", "cuda"],
+    sizes_bytes: tuple[int, ...] | None,
+    dtypes: tuple[str, ...],
     as_json: bool,
     history: Path | None,
     exports: options.Exports,
@@ -100,7 +106,13 @@ def gate_command(
     from dtbench.gate.options import GateOptions
     from dtbench.records.exports import write_exports
 
-    options = GateOptions(base, head, tuple(SuiteSelection(*split_target(word)) for word in words), **choices)
+    options = GateOptions(
+        base,
+        head,
+        tuple(SuiteSelection(*split_target(word)) for word in words),
+        RunRequest(mesh=mesh, nproc=nproc, device=device, sizes_bytes=sizes_bytes, dtypes=dtypes),
+        **choices,
+    )
     history_path = None if history is None else history_file(history)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled CI job cleans up as after Ctrl-C
     try:

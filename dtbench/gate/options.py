@@ -1,7 +1,7 @@
 """The options of a gate, checked before anything is built."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,22 +11,22 @@ from dtbench.gate.arms import check_text
 from dtbench.gate.benchmark import SuiteSelection
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
-from dtbench.suite.mesh import Mesh, ranks_of
 
 
 @dataclass(frozen=True)
 class GateOptions:
-    """The options of a gate, named as on the command line."""
+    """The options of a gate, named as on the command line.
+
+    Attributes:
+        request: the options shared with `dtbench run`, except the implementations.
+        impls: implementations to compare; empty: all.
+    """
 
     base: str
     head: str
     selections: tuple[SuiteSelection, ...]
-    impls: tuple[str, ...] = ()  # to compare; empty: all
-    mesh: Mesh | None = None
-    nproc: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    sizes_bytes: tuple[int, ...] | None = None
-    dtypes: tuple[str, ...] = ("float32",)
+    request: RunRequest
+    impls: tuple[str, ...] = ()
     budget_s: float | None = None
     timeout_s: float = LAUNCH_TIMEOUT_S
     seed: int | None = None
@@ -41,7 +41,6 @@ class GateOptions:
             raise UsageError("nothing is selected: name a suite, such as `dispatch`, or SUITE/TEXT")
         if self.timeout_s <= 0:
             raise UsageError(f"--launch-timeout {self.timeout_s:g}: expected seconds above 0")
-        RunRequest(mesh=self.mesh, nproc=self.nproc)  # checks that they agree
 
     def run_options(self, gpus: int) -> RunOptions:
         """Returns the options of both arms' runs.
@@ -49,14 +48,13 @@ class GateOptions:
         Args:
             gpus: number of GPUs that torch finds in both arms.
         """
-        device = self.device if self.device != "auto" else "cuda" if gpus else "cpu"
+        device = self.request.device if self.request.device != "auto" else "cuda" if gpus else "cpu"
         if device == "cuda" and not gpus:
             raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
         # A run always measures the references; `--impl` chooses only between core and torch.
         impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
-        options = RunRequest(impls=impls, mesh=self.mesh, sizes_bytes=self.sizes_bytes, dtypes=self.dtypes)
-        ranks = ranks_of(self.mesh) if self.mesh else self.nproc
-        return options.resolve(device, ranks or (gpus if device == "cuda" else 0) or DEFAULT_CPU_RANKS)
+        ranks = self.request.ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
+        return replace(self.request, impls=impls).resolve(device, ranks)
 
     def missing_impls(self, impls: Collection[str]) -> str:
         """Returns an error text if `--impl` names none of these implementations, else ""."""
