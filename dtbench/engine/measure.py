@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from dtbench.engine.clock import Clock
 from dtbench.engine.tasks import Task
 from dtbench.errors import describe, format_location
 from dtbench.machine.device import gpus
@@ -76,6 +77,15 @@ class Subject:
         for _ in range(times):
             self.prepare()
             self.workload.run()
+
+    def fastest_s(self, clock: Clock, samples: int, calls: int) -> float:
+        """Returns the seconds per call of the fastest of `samples` samples of `calls` calls."""
+        samples_s = []
+        for _ in range(samples):
+            self.prepare()
+            clock.settle()
+            samples_s.append(clock.measure(self.workload.run, calls))
+        return min(samples_s)
 
     def check(self, phase: str) -> None:
         """Sets the failure if the workload's data is wrong."""

@@ -192,7 +192,7 @@ def _built(text: str, folder: Path) -> Arm:
     kind, value = check_text(text)
     folder.mkdir()
     root, revision, python = Path.cwd(), "", sys.executable
-    variables: dict[str, str] = {}
+    variables = parse_variables(value) if kind == "env" else {}
     sources, top = _own_sources(), repository() if kind == "rev" else None
     if kind == "rev":
         revision = commit_of(value)
@@ -210,7 +210,6 @@ def _built(text: str, folder: Path) -> Arm:
     elif kind == "python":
         python, note = _executable(value), "another interpreter"
     else:
-        variables = parse_variables(value)
         note = f"{plural(len(variables), 'variable')} set" if variables else "no changes"
     snapshot = folder / "sources"
     for name, source in sources.items():

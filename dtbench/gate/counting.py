@@ -41,16 +41,12 @@ class _Counting(SamplingSchedule):
         self.subject.attempt(self._count)
 
     def _count(self) -> None:
-        subject, clock = self.subject, HostClock()
+        subject = self.subject
         for count in (_python_calls, _collectives, _allocations):
             self.counters |= _agreed([count(subject) for _ in range(REPEATS)])
         if subject.workload.counters is not None:
             self.counters |= _agreed([dict(subject.workload.counters()) for _ in range(2)])
-        times_s = []
-        for _ in range(3):
-            subject.prepare()
-            times_s.append(clock.measure(subject.workload.run, 1))
-        self.counters[CALL_S] = min(times_s)
+        self.counters[CALL_S] = subject.fastest_s(HostClock(), samples=3, calls=1)
 
 
 def _agreed(repeats: list[Mapping[str, float]]) -> dict[str, float]:

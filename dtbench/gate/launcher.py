@@ -130,10 +130,6 @@ class Launcher:
         bad: dict[str, dict[Key, str]] = {name: {} for name in names}
         pending = list(names)
         while pending:
-            done = {
-                name: sorted(b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name])
-                for name in pending
-            }
             launches = self._started(
                 (
                     name,
@@ -141,7 +137,9 @@ class Launcher:
                         "count",
                         self._selections[name],
                         self._options,
-                        tuple(done[name]),
+                        tuple(
+                            b.label for b in listings[name].benchmarks if b.key in results[name] | bad[name]
+                        ),
                         top=str(self._arms[name].top or ""),
                     ),
                 )
@@ -213,9 +211,8 @@ class Launcher:
         self._end_round()
         launch_times = []
         for arm, launch, of_arm in zip(arms, launches, bad, strict=True):
-            results = launch.results | self._ranks(arm, benchmarks, of_arm)
-            samples_s = {key: result.samples_s for key, result in launch.results.items()}
-            launch_times.append(_times_of(results, benchmarks, of_arm, samples_s))
+            real = self._ranks(arm, benchmarks, of_arm)
+            launch_times.append(_times_of(launch.results, real, benchmarks, of_arm))
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         return launch_times
 
@@ -285,16 +282,14 @@ def _side(arm: str) -> str:
 
 
 def _times_of(
-    results: Mapping[Key, Result],
-    benchmarks: Sequence[Benchmark],
-    bad: dict[Key, str],
-    samples_s: Mapping[Key, Sequence[float]],
+    simulated: _Results, real: _Results, benchmarks: Sequence[Benchmark], bad: dict[Key, str]
 ) -> LaunchTimes:
+    """Returns the times of a launch, with the samples of simulated benchmarks, which were taken in turns."""
     by_key = {b.key: b for b in benchmarks}
     times: dict[Key, float] = {}
-    for key, result in results.items():
+    for key, result in (simulated | real).items():
         if result.status == "ok" and result.time_s is not None:
             times[key] = getattr(result.time_s, by_key[key].estimator if key in by_key else "min")
         elif key in by_key:
             bad[key] = f"{result.status}: {result.reason}"
-    return LaunchTimes(times, bad, {key: samples for key, samples in samples_s.items() if key in times})
+    return LaunchTimes(times, bad, {key: r.samples_s for key, r in simulated.items() if key in times})

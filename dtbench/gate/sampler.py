@@ -155,9 +155,4 @@ class _InTurns(SamplingSchedule):
             workload.run()
             while time.perf_counter() < end:
                 workload.run()
-        takes = []
-        for _ in range(sampling.takes):
-            subject.prepare()
-            clock.settle(cold=False)
-            takes.append(clock.measure(workload.run, sampling.calls))
-        self.taken_s[index].append(min(takes))
+        self.taken_s[index].append(subject.fastest_s(clock, sampling.takes, sampling.calls))

@@ -223,8 +223,9 @@ class GateSchedule:
         for benchmark in self._undecided():
             time_s = launch.times_s.get(benchmark.key)
             if benchmark.key in launch.bad:
-                reason = f"in {side}: {launch.bad[benchmark.key]}"
-                self._decide(compared_case(benchmark, Verdict.FAILED, reason))
+                self._decide(
+                    compared_case(benchmark, Verdict.FAILED, f"in {side}: {launch.bad[benchmark.key]}")
+                )
             elif time_s is None:
                 self._decide(
                     compared_case(benchmark, Verdict.FAILED, f"a launch of {side} returned no time for it")
