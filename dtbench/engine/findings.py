@@ -137,13 +137,16 @@ def describe_slow_floors(times: Iterable[Mapping[str, float]]) -> list[str]:
         times: impl -> seconds, for each case.
     """
     times = [case for case in times if FLOOR in case]
-    faster = []
-    for impl in CHOOSABLE_IMPLS:
-        is_slower = [case[FLOOR] > SLOWER * case[impl] for case in times if impl in case]
-        if any(is_slower):
-            faster.append(f"{impl} in {sum(is_slower)} of {plural(len(is_slower), 'case')}")
-    words = f"the floor ({FLOOR}) is slower than {' and '.join(faster)}: it is not a floor there"
-    return [words] if faster else []
+    floor_is_slower = {
+        impl: [case[FLOOR] > SLOWER * case[impl] for case in times if impl in case]
+        for impl in CHOOSABLE_IMPLS
+    }
+    faster = " and ".join(
+        f"{impl} in {sum(is_slower)} of {plural(len(is_slower), 'case')}"
+        for impl, is_slower in floor_is_slower.items()
+        if any(is_slower)
+    )
+    return [f"the floor ({FLOOR}) is slower than {faster}: it is not a floor there"] if faster else []
 
 
 def _finding(cases: Sequence[_Case]) -> str:

@@ -28,7 +28,6 @@ from dtbench.engine.workers import describe_exit, ending_signals, handling_signa
 from dtbench.errors import (
     EXIT_CASE_FAILED,
     EXIT_INTERRUPTED,
-    EXIT_OK,
     EXIT_OWN_FAULT,
     EXIT_USAGE,
     WorldBrokenError,
@@ -74,7 +73,6 @@ def run(request: RunRequest, argv: Sequence[str]) -> int:
     print_status(f"starting {plural(selection.options.world_size, 'process')}, loading torch")
     spec = msgspec.structs.replace(spec, request=dataclasses.replace(request, output=output))
     measured = {result.key for result in previous.results} if previous else set()
-    code = EXIT_OK
     for launch in range(request.launches):
         # Skip a launch whose results are all in the file, except the last, which completes it. With --refine, only the
         # ranks know which sizes are missing.

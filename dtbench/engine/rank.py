@@ -175,7 +175,7 @@ class LaunchedRank:
             self.store = await_all_ranks(
                 env, self.connect, limit_s, _SILENT_WAIT_OF_OURS_S if self.is_ours else _SILENT_WAIT_S
             )
-            ranks = StoreRanks(self.store, env.rank, env.world_size, self._detector.report_failure)
+            self.ranks = StoreRanks(self.store, env.rank, env.world_size, self._detector.report_failure)
             vote = {
                 "info": local_rank_info(str(self.device), backend)
                 | {"rank": env.rank, "local_rank": env.local_rank},
@@ -185,16 +185,15 @@ class LaunchedRank:
                     **(agreement or {}),
                 },
             }
-            self.rank_facts, mismatch = ranks.agree(vote, _compare_votes)
+            self.rank_facts, mismatch = self.ranks.agree(vote, _compare_votes)
             if mismatch:
                 raise RankMismatchError(mismatch)
             self._detector.join(
                 functools.partial(self.connect, False),
                 [info["host"] for info in self.rank_facts],
-                lambda: ranks.votes,
+                lambda: self.ranks.votes,
                 None if env.agent_store else 0,
             )
-        self.ranks = ranks
 
     def clock_offset(self, now_ns: Callable[[], int]) -> clock_offsets.Offset:
         """Measures the offset from this rank's clock to rank 0's. All ranks call it."""
@@ -312,9 +311,9 @@ def await_all_ranks(env: RankEnv, connect: Callable[[bool], Store], limit_s: flo
     store = _open_store(env, connect, limit_s, silent_s)
     store.set(f"hello/{env.rank}", "")
     for until_s in (silent_s, limit_s):
-        wait_s = max(start_s + until_s - time.monotonic(), 0.1)
+        wait = timedelta(seconds=max(start_s + until_s - time.monotonic(), 0.1))
         try:
-            store.wait([f"hello/{rank}" for rank in range(env.world_size)], timedelta(seconds=wait_s))
+            store.wait([f"hello/{rank}" for rank in range(env.world_size)], wait)
             return store
         except RuntimeError:
             missing = [rank for rank in range(env.world_size) if not store.check([f"hello/{rank}"])]

@@ -140,7 +140,6 @@ class StoreRanks:
             self.votes += 1
             return _as_received(decide([_as_received(vote)]))
         turn = self.votes
-        decision: str | bytes
         if self.rank == 0:
             keys = [f"vote/{turn}/{rank}" for rank in range(1, self.size)]
             self._wait(keys)
@@ -153,7 +152,7 @@ class StoreRanks:
         else:
             self._store.set(f"vote/{turn}/{self.rank}", json.dumps(vote))
             self._wait([f"decision/{turn}"])
-            decision = self._store.get(f"decision/{turn}")
+            decision = self._store.get(f"decision/{turn}").decode()
         self.votes += 1
         return cast(_D, json.loads(decision))
 
@@ -210,15 +209,13 @@ class LiveWorld:
 
         The first call with a shape is a collective of all ranks.
         """
-        if shape not in self._meshes:
-            self._make(shape, tuple(f"dim{i}" for i in range(len(shape))))
-        return self._meshes[shape]
+        names = tuple(f"dim{i}" for i in range(len(shape)))
+        return self._meshes[shape] if shape in self._meshes else self._make(shape, names)
 
     def _make(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
-        self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
-        return self._meshes[shape]
+        return self._meshes.setdefault(shape, init_device_mesh(self.device.type, shape, mesh_dim_names=names))
 
 
 class SimulatedWorld(LiveWorld):

@@ -294,7 +294,7 @@ class Adaptive(CollectiveSchedule):
     def sample(self) -> None:
         """Takes rounds of one sample per impl, with a vote every quarter of a second."""
         total = self.vote(None, lambda _votes: self._choose_total())
-        states, offset_before = [self._instruments.gpu_state()], self._instruments.clock_offset()
+        state_before, offset_before = self._instruments.gpu_state(), self._instruments.clock_offset()
         done = 0
         while rounds := self.vote(None, functools.partial(self._next_rounds, done, total)):
             # Until the next vote, an impl that failed on this rank gets None as its samples. This rank still samples
@@ -308,9 +308,9 @@ class Adaptive(CollectiveSchedule):
             done += rounds
         offset_after = self._instruments.clock_offset()
         self._offset = mean_offset(offset_before, offset_after) if offset_before and offset_after else None
-        states.append(self._instruments.gpu_state())
-        reasons = dict.fromkeys(reason for state in states if state for reason in state["throttled_by"])
-        self._throttled = ", ".join(reasons) or None
+        states = filter(None, (state_before, self._instruments.gpu_state()))
+        reasons = (reason for state in states for reason in state["throttled_by"])
+        self._throttled = ", ".join(dict.fromkeys(reasons)) or None
 
     def finish(self) -> None:
         """Gathers the samples of all ranks. Only rank 0 gets complete outcomes; other ranks get the status."""
@@ -452,8 +452,10 @@ def combine_ranks(by_rank: Sequence[RankSamples], calls: int = 1) -> ImplOutcome
 
 def _arrivals(by_rank: Mapping[int, RankSamples], rounds: Sequence[int], calls: int) -> _ByRank:
     """Returns how late each rank began these rounds, seconds per call; empty if a rank lacks a start time."""
-    starts = {rank: [measured["started"][i] for i in rounds] for rank, measured in by_rank.items()}
-    started_ns = {rank: [ns for ns in times if ns is not None] for rank, times in starts.items()}
+    started_ns = {
+        rank: [ns for i in rounds if (ns := measured["started"][i]) is not None]
+        for rank, measured in by_rank.items()
+    }
     if any(len(times) < len(rounds) for times in started_ns.values()):
         return {}
     late = lateness_s(

@@ -162,8 +162,11 @@ def refuse_other_run(
         "suites": list(header.suites),
         "launches": header.launches,
     }
-    requested = dataclasses.asdict(options) | {"options": mask_options(options.options)}
-    current = json.loads(json.dumps(requested)) | {"suites": list(suites), "launches": launches}
+    current = json.loads(json.dumps(dataclasses.asdict(options))) | {
+        "options": mask_options(options.options),
+        "suites": list(suites),
+        "launches": launches,
+    }
     for name in current:
         if recorded.get(name) != current[name]:
             raise UsageError(

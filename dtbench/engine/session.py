@@ -75,9 +75,7 @@ class Session:
             impls = [] if self._recorder is None else self._recorder.remaining_impls()
             chosen = zip(selection.tasks, rank.ranks.agree(impls, vote_of_rank_0), strict=True)
             tasks = [dataclasses.replace(task, impls=tuple(impls)) for task, impls in chosen if impls]
-            deadlines = None
-            if request.budget_s is not None:
-                deadlines = budget.Deadlines(tasks, spec.start_s + request.budget_s, options.quick)
+            end_s = None if request.budget_s is None else spec.start_s + request.budget_s
             simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
             measure = functools.partial(
                 measure_tasks,
@@ -86,7 +84,7 @@ class Session:
                 active_case=rank.active_case,
                 record=None if self._recorder is None else self._recorder.record,
                 around_case=self._around_case,
-                deadlines=deadlines,
+                deadlines=None if end_s is None else budget.Deadlines(tasks, end_s, options.quick),
             )
             if simulated and rank.env.rank == 0:
                 instruments = make_instruments(

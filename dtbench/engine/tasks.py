@@ -99,9 +99,9 @@ def list_tasks(
         names, reason = ", ".join(s.name for s in suites), "they have no case for these options"
         searched = ", ".join(dict.fromkeys(" ".join(line.split()) for line in [*texts.values()] or [text]))
         if searched and listed:
-            option = "--filter " if texts else ""
             reason = (
-                f"{option}{searched!r} matches none of their {len(listed)} cases{_suggest(searched, listed)}"
+                f"{'--filter ' if texts else ''}{searched!r} matches none of their {len(listed)} cases"
+                f"{_suggest(searched, listed)}"
             )
         raise UsageError(f"nothing to measure in {names}: {reason}; `dtbench list SUITE` shows the cases")
     return tasks

@@ -151,7 +151,7 @@ def _threads(host: ExaminedHost) -> Iterator[MachineFinding]:
         text, remedy = host.env.get(name), f"export {name}={max(1, cores // ranks)}"
         if text is not None:
             threads = _positive_int(text.split(",")[0])  # one number per nesting level
-            got = f"{text if threads else f'{text!r}, expected a number above 0,'}"
+            got = text if threads else f"{text!r}, expected a number above 0,"
             yield _finding(
                 name,
                 ok=threads is not None and threads * ranks <= max(cores, ranks),

@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from statistics import median
 from typing import Any, TypeVar
 
@@ -393,11 +394,12 @@ def _times_by_rank(pair_times: Mapping[Pair, float]) -> dict[int, float]:
     The minimum may be fast by chance, and the median may be slow because of slow partners. A rank with a single partner
     cannot be distinguished from its link.
     """
-    times_of_rank: dict[int, list[float]] = {}
-    for pair, value in pair_times.items():
-        for rank in pair:
-            times_of_rank.setdefault(rank, []).append(value)
-    return {rank: order_statistic(values, 0.25) for rank, values in times_of_rank.items() if len(values) > 1}
+    pairs_of_rank = group_by(((rank, pair) for pair in pair_times for rank in pair), itemgetter(0))
+    return {
+        rank: order_statistic([pair_times[pair] for _, pair in rank_pairs], 0.25)
+        for rank, rank_pairs in pairs_of_rank.items()
+        if len(rank_pairs) > 1
+    }
 
 
 def _pairs_of_rank(rank: int, pairs: Iterable[Pair], slow: Mapping[int, float]) -> tuple[Pair, ...]:

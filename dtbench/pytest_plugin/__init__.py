@@ -135,8 +135,9 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
     from dtbench.pytest_plugin.measure import session_world, test_of
 
     if not collector.config.pluginmanager.hasplugin("benchmark"):
-        subject = f"the suite {suite.name} is measured with pytest-benchmark"
-        raise pytest.UsageError(f"{subject}: pip install 'dtbench[pytest]'")
+        raise pytest.UsageError(
+            f"the suite {suite.name} is measured with pytest-benchmark: pip install 'dtbench[pytest]'"
+        )
     silence_other_ranks(collector.config)
     try:
         world = session_world(collector.config)
@@ -195,15 +196,15 @@ def dtbench_run(request: pytest.FixtureRequest) -> Callable[..., Results]:
             results = dtbench_run({"step": lambda: step(x), "plain": lambda: plain_step(y)})
             times = dtbench.cases_frame(results)["estimate_s"]
     """
-    config = request.config
 
     def run(target: Function | Mapping[str, Function] | Suite, **options: Any) -> Results:
         import dtbench
         from dtbench.engine.progress import format_result
 
         results = dtbench.run(target, progress=False, **options)
-        lines = config.stash.setdefault(_TIMED, [])
-        lines += [f"{request.node.nodeid}: {format_result(r).partition(' | ')[2]}" for r in results.results]
+        request.config.stash.setdefault(_TIMED, []).extend(
+            f"{request.node.nodeid}: {format_result(r).partition(' | ')[2]}" for r in results.results
+        )
         bad = [f"{r.impl} {r.status}: {r.reason}" for r in results.results if r.status != "ok"]
         if bad:
             pytest.fail("; ".join(bad), pytrace=False)

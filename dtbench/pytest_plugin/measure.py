@@ -237,10 +237,16 @@ class Rounds(CollectiveSchedule):
         stats.group = " ".join([self.task.suite.name, case.name, *map(str, case.params.values())])
         stats.name = self.impl
         result = to_result(self.task, self.impl, ImplOutcome("ok", samples_s=tuple(agreed)))
-        info = {"suite": result.suite, "impl": self.impl, "params": dict(case.params)}
-        figures = {name: getattr(result, name) for name in ("size_bytes", "algbw_Bps", "busbw_Bps")}
-        figures |= {"counters": counters or None}
-        self.benchmark.extra_info |= info | {k: v for k, v in figures.items() if v is not None}
+        info = {
+            "suite": result.suite,
+            "impl": self.impl,
+            "params": dict(case.params),
+            "size_bytes": result.size_bytes,
+            "algbw_Bps": result.algbw_Bps,
+            "busbw_Bps": result.busbw_Bps,
+            "counters": counters or None,
+        }
+        self.benchmark.extra_info |= {name: value for name, value in info.items() if value is not None}
 
 
 def slowest(votes: list[list[float] | None]) -> list[float]:

@@ -191,8 +191,7 @@ def suite(
 
 def read_builtin() -> Mapping[str, str]:
     """Returns the built-in suites, name -> help, without importing them."""
-    builtin: Mapping[str, str] = importlib.import_module(BUILTIN_PACKAGE).SUITES
-    return builtin
+    return dict(importlib.import_module(BUILTIN_PACKAGE).SUITES)
 
 
 def load(names: Iterable[str] = ()) -> list[Suite]:
