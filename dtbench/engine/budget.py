@@ -73,8 +73,11 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
 
 def _units(tasks: Sequence[Task]) -> list[list[Task]]:
     """Orders the tasks by importance, and joins tasks that are only meaningful together into one unit."""
-    by_suite = group_by(tasks, lambda task: task.suite.name)
-    return [unit for suite_tasks in by_suite.values() for unit in _units_of_suite(suite_tasks)]
+    return [
+        unit
+        for suite_tasks in group_by(tasks, lambda task: task.suite.name).values()
+        for unit in _units_of_suite(suite_tasks)
+    ]
 
 
 def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:

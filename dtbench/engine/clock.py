@@ -85,8 +85,10 @@ class HostClockOnBusyGpu(HostClockOnGpu):
     def measure(self, run: Callable[[], object], calls: int) -> float:
         self._gpus.occupy(self._occupied_s)
         seconds = super().measure(run, calls)
-        next_s = max(OCCUPIED_S, seconds * calls / OCCUPIED_SHARE, OCCUPIED_DECAY * self._occupied_s)
-        self._occupied_s = min(next_s, MAX_OCCUPIED_S)
+        self._occupied_s = min(
+            max(OCCUPIED_S, seconds * calls / OCCUPIED_SHARE, OCCUPIED_DECAY * self._occupied_s),
+            MAX_OCCUPIED_S,
+        )
         return seconds
 
 

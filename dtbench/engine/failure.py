@@ -228,11 +228,10 @@ def record_failure(
     except OutputError as error:
         print_error(f"{message}: {error}")
         return False
-    if has_failed and may_restart:
-        print_error(f"{message}: recorded as failed; continuing with new ranks")
-        return True
-    print_error(f"{message}: {describe_kept_results(output)}")
-    return False
+    continues = has_failed and may_restart
+    outcome = "recorded as failed; continuing with new ranks" if continues else describe_kept_results(output)
+    print_error(f"{message}: {outcome}")
+    return continues
 
 
 def _record(diagnosis: Diagnosis, case: ActiveCase, output: Path, writer: RunWriter | None) -> None:

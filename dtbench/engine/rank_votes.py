@@ -247,10 +247,8 @@ def select_device(device_type: str, local_rank: int) -> torch.device:
     """Returns this rank's device, after making it the current one."""
     import torch
 
-    if device_type == "cpu":
-        return torch.device("cpu")
     # If the launcher shows each rank only its own GPU, this GPU is number 0.
-    return gpus().select(local_rank % gpus().count())
+    return torch.device("cpu") if device_type == "cpu" else gpus().select(local_rank % gpus().count())
 
 
 def choose_backend(device_type: str, chosen: str = "auto") -> str:

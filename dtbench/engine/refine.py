@@ -14,6 +14,7 @@ quartile, since launches differ by more than the samples within a launch.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from dtbench.grouping import group_by
 from dtbench.records.result import Result
 from dtbench.stats import quantile
 from dtbench.stats.layout import from_last_arrival_s
@@ -47,14 +48,15 @@ def sizes_between(
         added: its results for the sizes added so far.
     """
     curves: dict[CurveKey, dict[str, dict[int, Sequence[float]]]] = {}
-    sizes_added: dict[CurveKey, set[int]] = {}
     for result in (*swept, *added):
         samples = _samples(options, result) if result.status == "ok" and is_calibrated_with(result) else ()
         if samples and min(samples) > 0:
             curve = curves.setdefault(_curve_key(result), {}).setdefault(result.impl, {})
             curve[int(result.params["size"])] = samples
-    for result in added:
-        sizes_added.setdefault(_curve_key(result), set()).add(int(result.params["size"]))
+    sizes_added = {
+        key: {int(result.params["size"]) for result in results}
+        for key, results in group_by(added, _curve_key).items()
+    }
     for name, by_impl in curves.items():
         measured = sizes_added.get(name, set()).union(*by_impl.values())
         may_add = MAX_ADDED_SIZES - len(sizes_added.get(name, ()))

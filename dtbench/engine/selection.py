@@ -73,9 +73,8 @@ class Selection:
 
     def affordable(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """Returns the tasks that --budget has time for by estimate; without --budget all."""
-        if self.request.budget_s is None:
-            return tasks
-        return budget.choose(tasks, self.request.budget_s, self.options.quick, self.measuring_processes)
+        budget_s, quick = self.request.budget_s, self.options.quick
+        return tasks if budget_s is None else budget.choose(tasks, budget_s, quick, self.measuring_processes)
 
 
 def select(request: RunRequest, world_size: int | None = None) -> Selection:

@@ -159,11 +159,17 @@ def _threads(host: ExaminedHost) -> Iterator[MachineFinding]:
                 effect=effect,
                 remedy=remedy,
             )
-        elif name == "OMP_NUM_THREADS" and "SLURM_JOB_ID" in host.env and cores > 1:
-            got = f"not set under Slurm: {cores} threads in each of {ranks} ranks"
-            yield MachineFinding(name, False, got, effect, remedy)
         elif name == "OMP_NUM_THREADS":  # MKL_NUM_THREADS defaults to it
-            yield MachineFinding(name, True, "not set: dtbench run and torchrun give each rank 1")
+            uses_all_cores = "SLURM_JOB_ID" in host.env and cores > 1
+            yield _finding(
+                name,
+                ok=not uses_all_cores,
+                got=f"not set under Slurm: {cores} threads in each of {ranks} ranks"
+                if uses_all_cores
+                else "not set: dtbench run and torchrun give each rank 1",
+                effect=effect,
+                remedy=remedy,
+            )
 
 
 def _cores(host: ExaminedHost) -> list[MachineFinding]:

@@ -116,9 +116,7 @@ def placement(api: Any, text: str) -> Any:
 
 def shard_of(full: torch.Tensor, text: str, rank: int, ranks: int) -> torch.Tensor:
     """Returns the part of `full` that `rank` holds under the placement `text`: a shard, or all of it unless sharded."""
-    if not text.startswith("S"):
-        return full
-    return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous()
+    return full.chunk(ranks, dim=int(text[2:-1]))[rank].contiguous() if text.startswith("S") else full
 
 
 def dims_with_several_ranks(options: RunOptions) -> list[tuple[str, int]]:

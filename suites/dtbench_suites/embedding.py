@@ -66,11 +66,9 @@ def step_of(embed: Callable[[], Tensor], weights: Sequence[Tensor], cotangent: T
     return step
 
 
-def placed_as(grad: Tensor, weight: Tensor) -> Tensor:
-    """Redistributes a gradient to the placements of its weight, where an optimizer needs it."""
-    if not hasattr(grad, "redistribute"):
-        return grad
-    return cast("Tensor", grad.redistribute(placements=weight.placements))  # type: ignore[attr-defined]
+def placed_as(grad: Any, weight: Any) -> Any:
+    """Redistributes the gradient of a DTensor to the placements of its weight, where an optimizer needs it."""
+    return grad.redistribute(placements=weight.placements) if hasattr(grad, "redistribute") else grad
 
 
 # ---- the shardings ----
