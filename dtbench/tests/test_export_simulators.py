@@ -430,19 +430,22 @@ def test_aiconfigurator_gets_groups_on_as_few_hosts_as_possible(tmp_path: Path) 
 
 
 def test_aiconfigurator_finds_the_exported_times(tmp_path: Path) -> None:
-    """Loads the folder with aiconfigurator's own database."""
+    """Loads the folder with aiconfigurator's own database, and evaluates an all-reduce with its engine."""
     perf_database = pytest.importorskip("aiconfigurator_core.sdk.perf_database")
     from aiconfigurator_core.sdk.common import CommQuantMode
+    from aiconfigurator_core.sdk.engine import _evaluate_single_op
     from aiconfigurator_core.sdk.operations.communication import NCCL
 
-    folder = str(aiconfigurator_folder(ONE_HOST, tmp_path))
+    folder = aiconfigurator_folder(ONE_HOST, tmp_path)
+    (folder / "data/h100_sxm/trtllm/1.0.0").mkdir(parents=True)  # compute times, which the export lacks
     database = perf_database.get_database(
-        *("h100_sxm", "trtllm", "1.0.0", [folder]), allow_missing_data=True, allow_unlisted_version=True
+        *("h100_sxm", "trtllm", "1.0.0", [str(folder)]), allow_missing_data=True, allow_unlisted_version=True
     )
-    NCCL.load_data(database)
-    table = database._nccl_data[CommQuantMode.half]["all_reduce"][8]
     curve = ONE_HOST.dims[2].collectives["all_reduce"].columns["time_us"]
-    assert table[2**25]["latency"] == pytest.approx(curve.us(2**26) / 1e3)
+    for elements in (1, 1_000, 3 * 2**20, 2**25, 2**33):  # measured sizes, sizes between them and beyond
+        operation = NCCL("all_reduce", 1.0, "all_reduce", elements, 8, CommQuantMode.half)
+        time_ms = float(_evaluate_single_op(database, operation, is_context=True, batch_size=1, s=1, x=1))
+        assert time_ms == pytest.approx(curve.us(2 * elements) / 1e3)
     assert database.system_spec.get_p2p_bandwidth(16) == 50e9
 
 
