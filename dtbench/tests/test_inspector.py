@@ -71,6 +71,17 @@ def test_bytes_are_the_larger_of_input_and_output(
     assert (call.collective, call.bytes, call.group_size) == (collective, share * 2**20, 8)
 
 
+@pytest.mark.parametrize(("size", "bytes_"), [(1000.5, 1000), (1.5, 1), (0.5, None)])
+def test_fractional_sizes_of_a_damaged_log_are_rounded_down(
+    tmp_path: Path, size: float, bytes_: int | None
+) -> None:
+    entry = line(size=2**20)
+    entry["coll_perf"] = {key: value for key, value in entry["coll_perf"].items() if "busbw" not in key}
+    entry["coll_perf"]["coll_msg_size_bytes"] = size
+    (call,) = read(tmp_path, [entry]).collectives
+    assert call.bytes == bytes_
+
+
 def test_times_are_those_of_the_calls(tmp_path: Path) -> None:
     (call,) = read(tmp_path, [line(sn=sn, us=us) for sn, us in enumerate((100, 400, 200, 1000))]).collectives
     assert (call.count, call.timed, call.in_steps, call.dtype) == (4, None, None, None)

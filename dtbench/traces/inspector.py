@@ -255,7 +255,8 @@ def _check(calls: pd.DataFrame, callers: pd.DataFrame, notes: Counter[str]) -> p
     }
     notes.update({text: int(count) for text, count in counts.items()})
     return timed.assign(
-        bytes=bytes_.where(has_size), transfer_s=same_call.transform("min").where(is_complete)
+        bytes=(bytes_ // 1).where(has_size),  # whole bytes, even if the log is damaged
+        transfer_s=same_call.transform("min").where(is_complete),
     )
 
 
