@@ -70,11 +70,7 @@ def compare_launches(base: Sequence[float], head: Sequence[float]) -> tuple[Verd
 
 def _shows_sameness(estimate: RatioEstimate) -> bool:
     """Whether an interval of at least `SAME_CONFIDENCE` lies within `SAME_WITHIN` of no change."""
-    return (
-        estimate.low is not None
-        and estimate.high is not None
-        and estimate.confidence is not None
-        and estimate.confidence >= SAME_CONFIDENCE
-        and estimate.low >= 1 - SAME_WITHIN
-        and estimate.high <= 1 + SAME_WITHIN
-    )
+    low, high, confidence = estimate.low, estimate.high, estimate.confidence
+    if low is None or high is None or confidence is None or confidence < SAME_CONFIDENCE:
+        return False
+    return low >= 1 - SAME_WITHIN and high <= 1 + SAME_WITHIN

@@ -116,7 +116,7 @@ def compare_topologies(base: CalibratedTopology, head: CalibratedTopology) -> To
     rows += [
         _row(key, Verdict.MISSING if key in base_calls else Verdict.NEW, left_out.get(key[0], ""))
         for key in base_calls | head_calls
-        if not (key in base_calls and key in head_calls)
+        if key not in shared
     ]
     return TopologyComparison(
         kind="topology comparison",
@@ -319,6 +319,7 @@ def _call_row(key: _CallKey, cases: Sequence[ComparedCase]) -> ComparedCase:
     if not cases:
         return _row(key, Verdict.INCONCLUSIVE, "the two sides have no size in common")
     by_verdict = group_by(cases, lambda case: case.verdict)
+    # The call has the first of these verdicts that one of its sizes has.
     decisive = next(
         by_verdict[verdict]
         for verdict in (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE, Verdict.SAME)

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class Subject:
-    """One impl of a case on this rank. If its code raises or computes wrong data, only this subject fails.
+    """An implementation of a case on this rank. If its code raises or computes wrong data, only this subject fails.
 
     Attributes:
         on_start: called before any of its code runs.

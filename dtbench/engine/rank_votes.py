@@ -209,13 +209,15 @@ class LiveWorld:
 
         The first call with a shape is a collective of all ranks.
         """
-        names = tuple(f"dim{i}" for i in range(len(shape)))
-        return self._meshes[shape] if shape in self._meshes else self._make(shape, names)
+        if shape not in self._meshes:
+            self._make(shape, tuple(f"dim{i}" for i in range(len(shape))))
+        return self._meshes[shape]
 
     def _make(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         from torch.distributed.device_mesh import init_device_mesh
 
-        return self._meshes.setdefault(shape, init_device_mesh(self.device.type, shape, mesh_dim_names=names))
+        self._meshes[shape] = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        return self._meshes[shape]
 
 
 class SimulatedWorld(LiveWorld):

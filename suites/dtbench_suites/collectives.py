@@ -188,8 +188,9 @@ def trimmed(collective: str, size_bytes: int, n: int, itemsize: int) -> int:
 
 def calls_per_sample_of(mode: str, size_bytes: int) -> int:
     """Returns the number of calls per sample."""
-    back_to_back = min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
-    return 1 if mode == "isolated" else back_to_back
+    if mode == "isolated":
+        return 1
+    return min(max(BACK_TO_BACK_BYTES // size_bytes, 2), BACK_TO_BACK_CALLS)
 
 
 def accompanying_sizes(options: RunOptions, groups: str, mode: str) -> tuple[int, ...]:

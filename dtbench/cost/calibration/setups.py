@@ -14,9 +14,9 @@ def check_same_setup(runs: Sequence[Run]) -> None:
         raise UsageError("no run given: expected at least one file of `dtbench run`")
     run_of_id: dict[str, Run] = {}
     for run in runs:
-        if (same := run_of_id.setdefault(run.header.run_id, run)) is not run:
+        if (earlier := run_of_id.setdefault(run.header.run_id, run)) is not run:
             raise UsageError(
-                f"{run.path} and {same.path} are the same run ({run.header.run_id}): give it once"
+                f"{run.path} and {earlier.path} are the same run ({run.header.run_id}): give it once"
             )
     first_of: dict[str, tuple[object, Run]] = {}
     for run in runs:
