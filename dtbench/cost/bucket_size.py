@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dtbench.records.result import Run
+from dtbench.records.result import Run, integer_param
 from dtbench.stats import interval, resample
 from dtbench.text.units import format_size
 
@@ -66,16 +66,17 @@ def bucket_choices(runs: Iterable[Run]) -> list[BucketChoice]:
     for run in runs:
         for result in run.ok("bucketer"):
             params, time_s = result.params, result.estimate_s
-            if result.impl != "core" or not time_s or not {"bucket_bytes", "tensor_bytes"} <= params.keys():
+            bucket_bytes, tensor_bytes, ranks, total_bytes = (
+                integer_param(params, name)
+                for name in ("bucket_bytes", "tensor_bytes", "ranks", "total_bytes")
+            )
+            if result.impl != "core" or not time_s or bucket_bytes <= 0 or tensor_bytes <= 0:
                 continue
             group = BucketGroup(
-                str(params.get("mesh_dim", "")),
-                int(params.get("ranks", 0)),
-                str(params.get("dtype", "")),
-                int(params["tensor_bytes"]),
+                str(params.get("mesh_dim", "")), ranks, str(params.get("dtype", "")), tensor_bytes
             )
-            launches = times[group, int(params.get("total_bytes", 0))]
-            launches.setdefault((run.header.run_id, result.launch), {})[int(params["bucket_bytes"])] = time_s
+            launches = times[group, total_bytes]
+            launches.setdefault((run.header.run_id, result.launch), {})[bucket_bytes] = time_s
     choices = []
     for (group, _), launches in times.items():
         sizes = sorted(set.union(*map(set, launches.values())))

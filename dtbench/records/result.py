@@ -28,6 +28,12 @@ CaseKey = tuple[str, str, str, tuple[tuple[str, Param], ...]]
 ResultKey = tuple[str, str, str, tuple[tuple[str, Param], ...], int]
 
 
+def integer_param(params: Mapping[str, Param], name: str) -> int:
+    """Returns a param as an integer; 0 if it is missing or, as in damaged files, no number."""
+    value = params.get(name, 0)
+    return int(value) if isinstance(value, int | float) else 0
+
+
 class Result(msgspec.Struct, frozen=True, tag_field="kind", tag="result"):
     """The measurement of one implementation of a case in one launch; a line of the run file.
 

@@ -61,6 +61,24 @@ def test_launches_without_all_sizes_are_ignored() -> None:
     assert bucket_choices([made_up.run(one_size)]) == []
 
 
+@pytest.mark.parametrize("value", ["", "x", 0, -1])
+@pytest.mark.parametrize("param", ["bucket_bytes", "tensor_bytes"])
+def test_damaged_sizes_are_ignored(param: str, value: str | int) -> None:
+    cases = list(made_up.bucketer())
+    damaged = msgspec.structs.replace(cases[0], launch=1, params={**cases[0].params, param: value})
+    assert bucket_choices([made_up.run([*cases, damaged])]) == bucket_choices([made_up.run(cases)])
+
+
+@pytest.mark.parametrize("param", ["ranks", "total_bytes"])
+def test_damaged_params_of_a_group_read_as_missing(param: str) -> None:
+    cases = [msgspec.structs.replace(r, params={**r.params, param: "x"}) for r in made_up.bucketer()]
+    missing = [
+        msgspec.structs.replace(r, params={k: v for k, v in r.params.items() if k != param})
+        for r in made_up.bucketer()
+    ]
+    assert bucket_choices([made_up.run(cases)]) == bucket_choices([made_up.run(missing)])
+
+
 def test_calibrate_prints_bucket_sizes(dtbench: Cli) -> None:
     code, out, error = dtbench("calibrate", RUN)
     assert (code, error) == (0, "") and "bucket_cap_mb" in out and "pre_bucketing_fsdp_collectives" in out

@@ -12,7 +12,7 @@ from typing import TypeVar
 import pandas as pd
 
 from dtbench.comparison.run_comparison import compare_runs
-from dtbench.records.result import Run
+from dtbench.records.result import Run, integer_param
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.changes import Changes, changes_of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
@@ -69,8 +69,7 @@ class ReportCase:
 
     def number(self, param: str) -> int:
         """Returns a param as an integer; 0 if the case lacks it or its value is not a number."""
-        value = self.params.get(param, 0)
-        return int(value) if isinstance(value, int | float) else 0
+        return integer_param(self.params, param)
 
     @cached_property
     def only(self) -> MeasuredImpl:
