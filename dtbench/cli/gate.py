@@ -25,7 +25,7 @@ class GateCommand(options.AdvancedCommand):
     "--base",
     required=True,
     metavar="ARM",
-    help="The side to compare with: rev:REVISION, python:PATH or env:A=1,B=2.",
+    help="The side to compare with: rev:REVISION, python:PATH, env:A=1,B=2 or backend:NAME.",
 )
 @click.option("--head", required=True, metavar="ARM", help="The side to check.")
 @click.option(
@@ -88,7 +88,8 @@ def gate_command(
 
     \b
     An ARM is rev:origin/main (a git revision), python:PATH (another build of
-    torch) or env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing).
+    torch), env:NCCL_ALGO=Ring (variables; `env:` alone changes nothing) or
+    backend:NAME (as in run --backend).
     Exit codes: 0 no regression, 1 regression, 2 usage, 3 inconclusive or
     untrusted, 4 a benchmark is in one arm only, 5 a benchmark or arm failed.
 
@@ -96,6 +97,7 @@ def gate_command(
     Examples:
       dtbench gate --base rev:origin/main --head rev:HEAD dispatch/add
       dtbench gate --base env: --head env:NCCL_ALGO=Ring collectives/all_reduce
+      dtbench gate --base backend:nccl-legacy --head backend:nccl2 collectives
     """
     import signal
 

@@ -14,6 +14,7 @@ from dtbench.engine.options import (
     parse_list,
     parse_sizes,
 )
+from dtbench.machine.backends import parse_backend
 from dtbench.suite import CHOOSABLE_IMPLS
 from dtbench.suite.mesh import parse_mesh
 
@@ -62,9 +63,11 @@ NPROC = click.option(
 DEVICE = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto")
 BACKEND = click.option(
     "--backend",
-    type=click.Choice(["auto", "gloo"]),
+    metavar="NAME",
+    type=parse_backend,
     default="auto",
-    help="auto: NCCL on GPUs, gloo on CPUs. gloo: also on GPUs, so that several ranks can share a GPU.",
+    help="auto: NCCL on GPUs, gloo on CPUs. gloo: also on GPUs, so that several ranks can share a GPU. gloo:tcp, "
+    "gloo:tls: a transport of gloo. nccl2, nccl-legacy, torchcomms and others: where torch has them.",
 )
 SIZE = click.option(
     "--size",

@@ -458,7 +458,6 @@ def _machine_facts(header: Header) -> dict[str, str]:
         "GPU": sorted({str(gpu.name) for gpu in gpus if gpu.name}),
         "GPU power limit": sorted({f"{gpu.power_limit_W:g} W" for gpu in gpus if gpu.power_limit_W}),
         "device type": [header.options.get("device_type")],
-        "backend": [header.versions.get("backend")],
         "mesh": [f"{n}={s}" for n, s in zip(header.mesh.dim_names, header.mesh.shape, strict=True)],
         "ranks": [len(header.ranks) or None],
         "hosts": [len({rank.node for rank in header.ranks}) or None],

@@ -31,7 +31,7 @@ from dtbench.text.terminal import MAX_ROWS, new_console, print_columns, print_li
 from dtbench.text.units import format_interval, format_size, interval_or_none, plural, significant
 
 # Facts without which times say nothing about a change of the same links.
-_MACHINE_FACTS = ("device type", "backend", "GPU")
+_MACHINE_FACTS = ("device type", "GPU")
 SAME_DATA = "the same measurement on both sides"
 # A value, and its 90% interval over new launches; None if there is no interval.
 Bounded = tuple[float, tuple[float, float] | None]

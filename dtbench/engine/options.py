@@ -87,7 +87,7 @@ class RunRequest:
     mesh: Mesh | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "gloo"] = "auto"
+    backend: str = "auto"
     sizes_bytes: tuple[int, ...] | None = None
     dtypes: tuple[str, ...] = ("float32",)
     filter: str = ""

@@ -43,7 +43,6 @@ from dtbench.engine.rank_env import RankEnv, launch_number, valid_rank_env
 from dtbench.engine.rank_votes import (
     LiveWorld,
     StoreRanks,
-    choose_backend,
     make_barrier,
     real_world,
     select_device,
@@ -61,6 +60,7 @@ from dtbench.errors import (
     plain,
     print_error,
 )
+from dtbench.machine.backends import prepare_backend, resolve_backend
 from dtbench.machine.limits import ensure_file_limit
 from dtbench.records.atomic import replace_file
 from dtbench.suite.mesh import Mesh
@@ -154,13 +154,17 @@ class LaunchedRank:
             agreement: values that must be the same on all ranks, by the names that users know.
 
         Raises:
+            UsageError: the backend cannot be used.
             RankMismatchError: the ranks differ in `agreement` or versions.
             WorldBrokenError: ranks are missing, or their store does not answer.
         """
         from dtbench.machine.provenance import installed, local_rank_info
 
+        self._backend = backend or resolve_backend(device_type)
+        prepare_backend(
+            self._backend
+        )  # if it is refused, it is by all ranks, before they wait for each other
         self._joining = True
-        self._backend = backend or choose_backend(device_type)
         env, limit_s = self.env, join_timeout_s()
         try:
             self.device = select_device(device_type, env.local_rank)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from dtbench.engine.failure import FOREVER
 from dtbench.engine.rank_env import RankEnv
 from dtbench.errors import WorldBrokenError
+from dtbench.machine.backends import library_of, resolve_backend, torch_name
 from dtbench.machine.device import gpus
 from dtbench.suite.mesh import Mesh, default_mesh
 
@@ -253,15 +254,6 @@ def select_device(device_type: str, local_rank: int) -> torch.device:
     return torch.device("cpu") if device_type == "cpu" else gpus().select(local_rank % gpus().count())
 
 
-def choose_backend(device_type: str, chosen: str = "auto") -> str:
-    """Returns the backend of the process group.
-
-    Args:
-        chosen: "gloo" for ranks that share a GPU, which NCCL refuses; gloo sends through the host's memory.
-    """
-    return "gloo" if chosen == "gloo" or device_type == "cpu" else "nccl"
-
-
 @contextlib.contextmanager
 def simulated_world(device: torch.device) -> Iterator[LiveWorld]:
     """Yields rank 0 of 8 simulated ranks: torch's fake process group, whose collectives do nothing."""
@@ -281,7 +273,7 @@ def world_of_one(device: torch.device) -> Iterator[tuple[LiveWorld, Callable[[],
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
 
-    dist.init_process_group(choose_backend(device.type), store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group(torch_name(resolve_backend(device.type)), store=HashStore(), rank=0, world_size=1)
     try:
         yield LiveWorld(0, 1, device, default_mesh(1)), lambda: None
     finally:
@@ -299,15 +291,15 @@ def real_world(
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if backend == "gloo" and env.local_world_size == env.world_size:
+    if library_of(backend) == "gloo" and env.local_world_size == env.world_size:
         _bind_gloo_to_loopback_if_needed()
     dist.init_process_group(
-        backend,
+        torch_name(backend),
         store=PrefixStore("group", store),
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if library_of(backend) == "nccl" else None,
     )
     yield LiveWorld(env.rank, env.world_size, device, mesh)
     dist.destroy_process_group()

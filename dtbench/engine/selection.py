@@ -12,6 +12,7 @@ from dtbench.engine.options import RunRequest, split_target
 from dtbench.engine.rank import silence_torch
 from dtbench.engine.tasks import Task, list_tasks
 from dtbench.errors import UnknownOptionError, UsageError
+from dtbench.machine.backends import check_backend, resolve_backend
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.records.result import Header
 from dtbench.suite import RunOptions
@@ -88,6 +89,7 @@ def select(request: RunRequest, world_size: int | None = None) -> Selection:
     """
     silence_torch()
     device_type = choose_device(request.device)
+    check_backend(device_type, request.backend)
     options = request.resolve(
         device_type, world_size or count_ranks(request.ranks, device_type, request.backend)
     )
@@ -128,10 +130,8 @@ def agreement_of(selection: Selection) -> dict[str, str]:
         "--device": options.device_type,
         "--size": ",".join(map(str, options.sizes_bytes)),
         "--refine": str(options.refine),
-        **{
-            f"--{name}": str(getattr(request, name))
-            for name in ("backend", "filter", "quick", "launches", "resume")
-        },
+        "--backend": resolve_backend(options.device_type, request.backend),
+        **{f"--{name}": str(getattr(request, name)) for name in ("filter", "quick", "launches", "resume")},
         **{f"--{name}": str(getattr(request, f"{name}_s")) for name in ("budget", "timeout")},
         **{f"--{name}": value for name, value in mask_options(options.options).items()},
         **{f"the file {path.name} with sha256": _digest(path) for path in sorted(files)},
@@ -147,9 +147,9 @@ def _digest(path: Path) -> str:
 
 
 def refuse_other_run(
-    header: Header, options: RunOptions, suites: Sequence[str], launches: int, path: Path
+    header: Header, options: RunOptions, suites: Sequence[str], launches: int, backend: str, path: Path
 ) -> None:
-    """Checks that the run to resume has the same options.
+    """Checks that the run to resume has the same options and backend.
 
     Raises:
         UsageError: with the first difference.
@@ -160,11 +160,13 @@ def refuse_other_run(
         **header.options,
         "suites": list(header.suites),
         "launches": header.launches,
+        "backend": header.versions.get("backend"),
     }
     current = json.loads(json.dumps(dataclasses.asdict(options))) | {
         "options": mask_options(options.options),
         "suites": list(suites),
         "launches": launches,
+        "backend": backend,
     }
     for name in current:
         if recorded.get(name) != current[name]:

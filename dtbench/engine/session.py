@@ -23,11 +23,12 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import Progress, format_status_counts, print_status
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.rank_env import RankEnv, output_of, start_next_launch
-from dtbench.engine.rank_votes import AloneRanks, choose_backend, simulated_world, vote_of_rank_0
+from dtbench.engine.rank_votes import AloneRanks, simulated_world, vote_of_rank_0
 from dtbench.engine.sampling import Budget, Instruments, default_budget, measure_tasks
 from dtbench.engine.selection import Selection, agreement_of, refuse_other_run, select
 from dtbench.engine.tasks import Task, refinement_tasks, remaining
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, OutputError
+from dtbench.machine.backends import resolve_backend
 from dtbench.machine.device import is_gpu
 from dtbench.machine.host import boot_id
 from dtbench.machine.nvml import gpu_state
@@ -65,7 +66,7 @@ class Session:
             selection = select(request, rank.env.world_size)
             options = selection.options
             communicates = any(task.suite.world == "ranks" for task in selection.tasks)
-            backend = choose_backend(options.device_type, request.backend) if communicates else None
+            backend = resolve_backend(options.device_type, request.backend) if communicates else None
             rank.join(options.device_type, backend, agreement_of(selection) | {"launch": str(spec.launch)})
             # Under another launcher, each rank has named the file by its own time. All use the name of rank 0.
             self._output = Path(rank.ranks.agree(str(self._output), vote_of_rank_0))
@@ -163,7 +164,7 @@ class RunRecorder:
                 suites=selection.suite_names,
                 mesh=() if selection.is_simulated else options.mesh,
                 ranks=rank.rank_facts,
-                backend=choose_backend(options.device_type, request.backend),
+                backend=resolve_backend(options.device_type, request.backend),
                 launches=request.launches,
             )
             self.writer = RunWriter.create(output, header)
@@ -256,7 +257,9 @@ def run_to_resume(selection: Selection, output: Path) -> Run | None:
     if not selection.request.resume or not os.path.lexists(output):
         return None
     run = read_run(output)
-    refuse_other_run(run.header, selection.options, selection.suite_names, selection.request.launches, output)
+    request, options = selection.request, selection.options
+    backend = resolve_backend(options.device_type, request.backend)
+    refuse_other_run(run.header, options, selection.suite_names, request.launches, backend, output)
     return run
 
 

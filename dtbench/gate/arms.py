@@ -1,8 +1,9 @@
-"""The two sides of a gate: a git revision, an interpreter, or a set of variables.
+"""The two sides of a gate: a git revision, an interpreter, a set of variables, or a backend.
 
     rev:origin/main            that commit's core, suites and other sources, checked out into a temporary folder
     python:/opt/t/bin/python   another interpreter, to compare two builds of torch
     env:NCCL_ALGO=Ring,A=b     environment variables; `env:` alone changes nothing
+    backend:nccl-legacy        a backend of process groups, as in `dtbench run --backend`
 
 Every arm runs a snapshot of the sources, so that edits during a gate have no effect. In all arms, `dtbench` itself is
 the gate's copy.
@@ -25,6 +26,7 @@ from dtbench.engine.workers import scratch
 from dtbench.errors import ArmError, UsageError, last_line, plain
 from dtbench.file_kinds import refuse_other_kind
 from dtbench.gate.benchmark import SuiteSelection
+from dtbench.machine.backends import parse_backend
 from dtbench.machine.git import run_git
 from dtbench.text.masking import mask, mask_options
 from dtbench.text.units import plural
@@ -72,6 +74,7 @@ class Arm:
         python_version: version of that interpreter.
         torch_version: version of its torch.
         gpus: number of GPUs that its torch finds.
+        backend: the backend of its process groups.
         loads_own_modules: whether loading imports modules from the arm's folders. Such an arm cannot share a loader.
         problems: for each selection, the reason why it has no benchmark; "" if it has some.
         top: top folder of the repository, for a revision.
@@ -87,6 +90,7 @@ class Arm:
     python_version: str = ""
     torch_version: str = ""
     gpus: int = 0
+    backend: str = "auto"
     loads_own_modules: bool = False
     problems: tuple[str, ...] = ()
     top: Path | None = None
@@ -139,7 +143,7 @@ def open_arms(
         limit_s: limit on loading torch and the suites, seconds.
 
     Raises:
-        UsageError: the text does not name an arm, or git does not know the revision.
+        UsageError: the text does not name an arm, git does not know the revision, or an arm refuses the options.
         ArmError: an arm cannot be built.
     """
     with scratch() as folder:
@@ -158,14 +162,16 @@ def check_text(text: str) -> tuple[str, str]:
         UsageError: it is not an arm.
     """
     kind, colon, value = text.partition(":")
-    if not colon or kind not in ("rev", "python", "env") or (not value and kind != "env"):
-        expected = "rev:REVISION, python:PATH or env:NAME=VALUE,..."
+    if not colon or kind not in ("rev", "python", "env", "backend") or (not value and kind != "env"):
+        expected = "rev:REVISION, python:PATH, env:NAME=VALUE,... or backend:NAME"
         refuse_other_kind(Path(text), f"an arm, {expected}")
         likely_kind = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
         example = f"{likely_kind}:{mask(text)}" if text and not colon else "rev:origin/main"
         raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {example}")
     if kind == "env":
         parse_variables(value)
+    if kind == "backend":
+        parse_backend(value)
     return kind, value
 
 
@@ -209,6 +215,8 @@ def _built(text: str, folder: Path) -> Arm:
         note = f"commit {revision[:12]}, {origin}"
     elif kind == "python":
         python, note = _executable(value), "another interpreter"
+    elif kind == "backend":
+        note = "process groups of real ranks use it"
     else:
         note = f"{plural(len(variables), 'variable')} set" if variables else "no changes"
     snapshot = folder / "sources"
@@ -227,6 +235,7 @@ def _built(text: str, folder: Path) -> Arm:
         env=variables,
         root=root,
         revision=revision,
+        backend=value if kind == "backend" else "auto",
         top=top,
     )
 
@@ -302,6 +311,8 @@ def _probed(arm: Arm, options: bytes, limit_s: float) -> Arm:
             f"{arm.text}: {mask(arm.python)} cannot run the harness: {why}; "
             "expected Python 3.11 or newer with torch and dtbench's other requirements"
         ) from error
+    if isinstance(problems, str):
+        raise UsageError(f"{arm.text}: {problems}")
     return replace(
         arm,
         python_version=version,

@@ -61,6 +61,7 @@ def gate(options: GateOptions, say: Callable[[str], None] = lambda _text: None) 
                 head="env:",
                 folder=None,
                 selections=arm.selections(options.selections),
+                request=replace(options.request, backend=arm.backend),
             )
         )
 

@@ -258,6 +258,7 @@ class Launcher:
             "--nproc": str(run_options.world_size),
             "--impl": ",".join(run_options.impls),
             "--dtype": ",".join(run_options.dtypes),
+            "--backend": self._arms[side].backend,
         }
         if run_options.sizes_chosen:
             options["--size"] = ",".join(map(str, run_options.sizes_bytes))

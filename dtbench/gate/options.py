@@ -9,6 +9,7 @@ from dtbench.engine.options import LAUNCH_TIMEOUT_S, RunRequest
 from dtbench.errors import UsageError
 from dtbench.gate.arms import check_text
 from dtbench.gate.benchmark import SuiteSelection
+from dtbench.machine.backends import check_backend
 from dtbench.machine.device import DEFAULT_CPU_RANKS
 from dtbench.suite import CHOOSABLE_IMPLS, RunOptions
 
@@ -47,12 +48,16 @@ class GateOptions:
 
         Args:
             gpus: number of GPUs that torch finds in both arms.
+
+        Raises:
+            UsageError: there is no GPU, or torch does not have the backend.
         """
         device = self.request.device if self.request.device != "auto" else "cuda" if gpus else "cpu"
         if device == "cuda" and not gpus:
             raise UsageError("--device cuda: an arm's torch finds no GPU here; use --device cpu")
         # A run always measures the references; `--impl` chooses only between core and torch.
         impls = tuple(impl for impl in CHOOSABLE_IMPLS if impl in self.impls) or CHOOSABLE_IMPLS
+        check_backend(device, self.request.backend)
         ranks = self.request.ranks or (gpus if device == "cuda" else DEFAULT_CPU_RANKS)
         return replace(self.request, impls=impls).resolve(device, ranks)
 

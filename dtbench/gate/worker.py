@@ -49,8 +49,10 @@ def main(order: bytes, connection: Connection) -> int:
     return EXIT_OK
 
 
-def selection_problems(encoded_options: bytes, gpus: int) -> list[str]:
+def selection_problems(encoded_options: bytes, gpus: int) -> list[str] | str:
     """Returns for each selection the reason why it has no benchmark; "" if it has some.
+
+    If this arm refuses the options, such as a backend that its torch lacks, returns the reason instead of a list.
 
     Args:
         encoded_options: `GateOptions` for this arm, as JSON.
@@ -58,7 +60,11 @@ def selection_problems(encoded_options: bytes, gpus: int) -> list[str]:
     from dtbench.gate.options import GateOptions
 
     options = msgspec.json.decode(encoded_options, type=GateOptions)
-    selected_tasks = [selected([selection], options.run_options(gpus)) for selection in options.selections]
+    try:
+        run_options = options.run_options(gpus)
+    except UsageError as error:
+        return str(error)
+    selected_tasks = [selected([selection], run_options) for selection in options.selections]
     return [
         "".join(problems) or options.missing_impls({impl for task in tasks for impl in task.impls})
         for tasks, problems in selected_tasks

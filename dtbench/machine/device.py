@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, cast
 
 from dtbench.errors import UsageError
+from dtbench.machine.backends import library_of
 from dtbench.suite import DeviceType
 
 if TYPE_CHECKING:
@@ -173,7 +174,10 @@ def count_ranks(requested: int | None, device_type: DeviceType, backend: str = "
     """
     if device_type == "cpu":
         return requested or DEFAULT_CPU_RANKS
-    count, may_share = gpus().count(), backend == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1"
+    count, may_share = (
+        gpus().count(),
+        library_of(backend) == "gloo" or os.environ.get(NCCL_SHARES_GPUS) == "1",
+    )
     if requested is not None and requested > count and not may_share:
         raise UsageError(
             f"{requested} ranks requested, but this host has {count} GPUs: expected at most one rank per GPU; "

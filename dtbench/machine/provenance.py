@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from dtbench._version import __version__
+from dtbench.machine.backends import NCCL2_VARIABLE, TORCHCOMMS, library_of
 from dtbench.machine.device import REHEARSAL
 from dtbench.machine.git import run_git
 from dtbench.machine.host import boot_id, describe_cpu, memory_bytes, numa_nodes
@@ -44,7 +45,7 @@ _ENV_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "KMP_", "GOMP_", "TORCH_NCCL_", "TORC
 _ENV_NAMES = {
     *("MKL_NUM_THREADS", "MKL_DYNAMIC", "OPENBLAS_NUM_THREADS"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING"),
+    *("CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", NCCL2_VARIABLE),
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "LD_PRELOAD", "MALLOC_CONF", "MALLOC_ARENA_MAX"),
     # Debugging variables, which add checks to each collective.
     *("TORCH_CPP_LOG_LEVEL", "TORCH_DISTRIBUTED_DEBUG", "TORCH_SHOW_CPP_STACKTRACES"),
@@ -68,7 +69,7 @@ def build_header(
         argv: the command line; its secrets are masked.
         mesh: (dim name, size), outermost first.
         ranks: the results of `local_rank_info`, in rank order.
-        backend: "gloo", "nccl", or None if no process group was created.
+        backend: as `resolve_backend` returns it, or None if no process group was created.
     """
     return Header(
         schema=SCHEMA,
@@ -102,7 +103,7 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
 
     Args:
         device: torch's spelling ("cpu", "cuda:1").
-        backend: "gloo" or "nccl"; None if the process will not communicate.
+        backend: as `resolve_backend` returns it; None if the process will not communicate.
     """
     kind, _, index = device.partition(":")
     return {
@@ -113,7 +114,7 @@ def local_rank_info(device: str, backend: str | None = None) -> dict[str, Any]:
         "device": device,
         "pid": os.getpid(),
         "numa_nodes": numa_nodes(),
-        "interface": os.environ.get(f"{backend.upper()}_SOCKET_IFNAME") if backend else None,
+        "interface": os.environ.get(f"{library_of(backend).upper()}_SOCKET_IFNAME") if backend else None,
         **(gpu_location(int(index or 0)) if kind == "cuda" else {}),
     }
 
@@ -134,8 +135,9 @@ def _env_int(name: str) -> int:
 
 def _versions(backend: str | None) -> dict[str, str | None]:
     torch = sys.modules.get("torch")
-    nccl = preloaded_nccl() if backend == "nccl" else None
-    if backend == "nccl" and nccl is None:
+    on_nccl = backend is not None and library_of(backend) == "nccl"
+    nccl = preloaded_nccl() if on_nccl else None
+    if on_nccl and nccl is None:
         with contextlib.suppress(Exception):  # the error of a build without NCCL varies
             from torch.cuda import nccl as torch_nccl
 
@@ -146,6 +148,7 @@ def _versions(backend: str | None) -> dict[str, str | None]:
         "python": platform.python_version(),
         "backend": backend,
         "nccl": nccl,
+        **({TORCHCOMMS: installed(TORCHCOMMS)} if TORCHCOMMS in (backend or "") else {}),
         "cuda": None if torch is None else torch.version.cuda,
     }
 

@@ -17,7 +17,6 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import print_status, print_status_if_slow
 from dtbench.engine.rank import LaunchedRank, silence_torch
 from dtbench.engine.rank_env import RankEnv, find_rank_env
-from dtbench.engine.rank_votes import choose_backend
 from dtbench.errors import (
     EXIT_INCONCLUSIVE,
     EXIT_INTERRUPTED,
@@ -28,6 +27,7 @@ from dtbench.errors import (
     print_error,
 )
 from dtbench.grouping import group_by
+from dtbench.machine.backends import resolve_backend
 from dtbench.machine.device import choose_device, count_ranks
 from dtbench.preflight.examine import (
     LEVEL,
@@ -117,7 +117,7 @@ class Coordinator:
             options = self._options
             device_type = choose_device(options.device)
             run_options = options.resolve(device_type, rank.env.world_size)
-            rank.join(device_type, choose_backend(device_type))
+            rank.join(device_type, resolve_backend(device_type))
             rank.active_case.name = "the first round"
             began = time.monotonic()
             with rank.limit(options.timeout_s):

@@ -14,11 +14,12 @@ from dtbench.engine.options import RunRequest
 from dtbench.engine.progress import print_status
 from dtbench.engine.rank import LaunchedRank
 from dtbench.engine.rank_env import RankEnv
-from dtbench.engine.rank_votes import LiveWorld, choose_backend
+from dtbench.engine.rank_votes import LiveWorld
 from dtbench.engine.sampling import CollectiveSchedule
 from dtbench.engine.tasks import Task
 from dtbench.engine.workers import scratch
 from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, UsageError, print_error
+from dtbench.machine.backends import resolve_backend
 from dtbench.machine.device import choose_device, gpus
 from dtbench.profile.output import section_tables, write_profile
 from dtbench.profile.request import ProfileRequest
@@ -149,7 +150,7 @@ class RankProfile:
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without a "
                     "launcher"
                 )
-            rank.join(device_type, choose_backend(device_type, self._request.options.backend))
+            rank.join(device_type, resolve_backend(device_type, self._request.options.backend))
             parts = self._profile(tasks, device_type)
             rank.conclude(self._write(parts) if rank.env.rank == 0 else None)
         rank.exit()

@@ -11,7 +11,6 @@ import click
 import pytest
 
 from dtbench.cli.program import cli
-from dtbench.engine.rank_votes import choose_backend
 from dtbench.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_OWN_FAULT, EXIT_USAGE
 from dtbench.machine.device import count_ranks
 from dtbench.suite import RunOptions, registry
@@ -120,10 +119,10 @@ REFUSED = {
     "export RUN --to torch -o x.py": "is a run of dtbench, expected a topology of `dtbench calibrate`; read it",
     "import RUN -o x.jsonl": "is a run of dtbench, expected the output of nccl-tests",
     "plan --validate RUN": "is a run of dtbench, expected a table of measured steps in CSV",
-    "gate --base RUN --head RUN": "is a run of dtbench, expected an arm, rev:REVISION, python:PATH or env:",
+    "gate --base RUN --head RUN": "is a run of dtbench, expected an arm, rev:REVISION, python:PATH, env:",
     "gate --base env: --head env: RUN": "is a run of dtbench, expected a suite",
     "gate --base A=1 --head env: dispatch": ", such as env:A=1",
-    "gate --base main --head env: dispatch": "'main' is not an arm: expected rev:REVISION, python:PATH or ",
+    "gate --base main --head env: dispatch": "'main' is not an arm: expected rev:REVISION, python:PATH, ",
     "gate --base env: dispatch": "Missing option '--head': The side to check; `dtbench gate --help`",
     "profile -o x torchrun --nproc-per-node 2 a.py": (
         "put -- before it, `dtbench profile -o x -- torchrun --nproc-per-node 2 a.py`"
@@ -222,14 +221,6 @@ def test_more_ranks_than_gpus_are_refused(dtbench: Cli, monkeypatch: pytest.Monk
     assert count_ranks(3, "cuda", "gloo") == 3
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert count_ranks(3, "cuda") == 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "backend"),
-    [(("cpu",), "gloo"), (("cuda",), "nccl"), (("cpu", "gloo"), "gloo"), (("cuda", "gloo"), "gloo")],
-)
-def test_backend_follows_the_device_unless_given(arguments: tuple[str, ...], backend: str) -> None:
-    assert choose_backend(*arguments) == backend
 
 
 def test_list_for_people_and_machines(dtbench: Cli) -> None:

@@ -311,7 +311,6 @@ _MACHINE: dict[str, Any] = {
             {"machine": {"gpus": [{"name": "H100", "power_limit_W": 350}]}},
             "GPU power limit 700 W in base, 350 W in head",
         ),
-        ({"versions": {"backend": "gloo"}}, "backend nccl in base, gloo in head"),
         ({"mesh": {"dim_names": ["tp"], "shape": [2]}}, "mesh dp=2 in base, tp=2 in head"),
         (
             {"ranks": [{"rank": 0, "host": "a"}, {"rank": 1, "host": "b"}]},
@@ -346,6 +345,7 @@ def test_different_machines_are_inconclusive(
         {"env": {}},
         {"ranks": [{"rank": 0, "host": "c"}, {"rank": 1, "host": "c"}]},  # another node of the cluster
         {"versions": {"backend": "nccl", "torch": "3.0"}},
+        {"versions": {"backend": "nccl2"}},  # a backend is what two runs may be compared for
     ],
 )
 def test_machines_that_may_be_alike_are_compared(changes: dict[str, Any]) -> None:

@@ -188,19 +188,33 @@ def test_remaining_leaves_out_what_is_done_in_that_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "suites", "launches", "says"),
+    ("plan", "suites", "launches", "backend", "says"),
     [
-        (RunOptions((("dp", 2),), (1024,)), ["a"], 1, "its mesh is tp=2, the options ask for dp=2"),
-        (RunOptions(PLAN.mesh, (1, 2)), ["a"], 1, "its sizes_bytes is 1024, the options ask for 1,2"),
-        (PLAN, ["a", "b"], 1, "its suites is a, the options ask for a,b"),
-        (PLAN, ["a"], 2, "its launches is 1, the options ask for 2"),
+        (RunOptions((("dp", 2),), (1024,)), ["a"], 1, "gloo", "its mesh is tp=2, the options ask for dp=2"),
+        (RunOptions(PLAN.mesh, (1, 2)), ["a"], 1, "gloo", "its sizes_bytes is 1024, the options ask for 1,2"),
+        (PLAN, ["a", "b"], 1, "gloo", "its suites is a, the options ask for a,b"),
+        (PLAN, ["a"], 2, "gloo", "its launches is 1, the options ask for 2"),
+        (PLAN, ["a"], 1, "gloo:tcp", "its backend is gloo, the options ask for gloo:tcp"),
     ],
 )
-def test_resume_refuses_a_run_of_something_else(plan: Any, suites: Any, launches: int, says: str) -> None:
-    header = made_up.read(json.loads(json.dumps({"options": asdict(PLAN), "suites": ["a"], "launches": 1})))
-    selection.refuse_other_run(header, PLAN, ["a"], 1, Path("x.jsonl"))
+def test_resume_refuses_a_run_of_something_else(
+    plan: Any, suites: Any, launches: int, backend: str, says: str
+) -> None:
+    header = made_up.read(
+        json.loads(
+            json.dumps(
+                {
+                    "options": asdict(PLAN),
+                    "suites": ["a"],
+                    "launches": 1,
+                    "versions": {"backend": "gloo"},
+                }
+            )
+        )
+    )
+    selection.refuse_other_run(header, PLAN, ["a"], 1, "gloo", Path("x.jsonl"))
     with pytest.raises(UsageError, match=says):
-        selection.refuse_other_run(header, plan, suites, launches, Path("x.jsonl"))
+        selection.refuse_other_run(header, plan, suites, launches, backend, Path("x.jsonl"))
 
 
 def suite_with(name: str, **declared: str) -> Suite:

@@ -213,7 +213,6 @@ def test_setup_lists_what_changed():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"backend": "nccl"}, "the machines differ: backend gloo in base, nccl in head"),
         ({"device_type": "cuda"}, "the machines differ: device type cpu in base, cuda in head"),
         ({"runs": (FromRun(run_id="b", gpu="H200"),)}, "the machines differ: GPU H100 in base, H200 in head"),
     ],

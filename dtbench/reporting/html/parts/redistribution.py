@@ -250,7 +250,7 @@ def add_model(section: ReportSection, topology: CalibratedTopology) -> None:
     ]
     section.add(_residuals(topology), _constants(topology))
     errors = []
-    for dim in topology.dims if topology.backend == "nccl" else ():
+    for dim in topology.dims if topology.backend.startswith("nccl") else ():
         # torch's constants describe links between GPUs; their error over another transport means nothing.
         if dim.builtin:
             builtin_error, fitted_error = (
