@@ -202,7 +202,24 @@ def test_caches_are_bounded(x: DTensor, monkeypatch: pytest.MonkeyPatch) -> None
     counts = cache_info()
     assert 0 < counts["plans"] <= 5 and counts["fast"] <= 5
     clear_caches()
-    assert cache_info() == {"plans": 0, "fast": 0, "bound": 5}
+    assert cache_info() == {"plans": 0, "fast": 0, "bound": 5, "misses": counts["misses"]}
+
+
+def test_cache_info_counts_calls_that_found_no_plan(x: DTensor) -> None:
+    for _ in range(2):
+        torch.add(x, x)  # the first call of a function may be recorded again in the next one
+
+    def misses_of(other: DTensor) -> int:
+        before = cache_info()["misses"]
+        torch.add(other, other)
+        return cache_info()["misses"] - before
+
+    longer = DTensor.from_local(torch.ones(13, 5), x.device_mesh, [Shard(0)] * x.device_mesh.ndim)
+    assert misses_of(x) == 0
+    assert misses_of(longer) == 2  # of the function, and of the op below autograd
+    assert misses_of(longer) == 0
+    clear_caches()
+    assert misses_of(longer) == 2
 
 
 def test_equal_mesh_of_a_new_world_has_its_own_groups() -> None:

@@ -10,10 +10,12 @@ from statistics import geometric_mean, median
 
 from dtbench.engine.progress import params_of
 from dtbench.grouping import group_by
+from dtbench.records.host_time import SecondCall
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, PYTORCH_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.stats.layout import shared_cores
+from dtbench.stats.second_calls import second_calls
 from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
 from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
@@ -22,6 +24,9 @@ from dtbench.text.units import format_change, format_seconds, format_spread, plu
 SCATTERED = 0.5
 # Minima and lower quartiles of equal code differ by a smaller factor within a launch on an idle machine.
 SLOWER = 1.1
+
+# Ops that a line names, of those whose second call misses the cache.
+MAX_NAMED_OPS = 8
 
 # impl -> its median seconds over launches, and the result of the first launch
 _Case = Mapping[str, tuple[float, Result]]
@@ -36,7 +41,8 @@ def findings(run: Run) -> list[str]:
         if timed:
             doubts = _doubts(run, timed)
             lines = unreliable[doubts] if doubts else reliable
-            lines += (f"{suite}: {finding}" for finding in _findings(suite, _cases(timed)))
+            found = [*_findings(suite, _cases(timed)), *describe_second_calls(second_calls(timed))]
+            lines += (f"{suite}: {finding}" for finding in found)
     for doubts, lines in unreliable.items():
         reliable += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]
     return [*reliable, *_drifts(run)]
@@ -128,6 +134,16 @@ def describe_added_time(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[
     count = f"{len(ops)}{f' of {len(SINGLE_OPS)}' if len(ops) < len(SINGLE_OPS) else ''} single ops"
     words = f"an op takes {differences}: median of {count} ({', '.join(ops)}), cached forward calls on one mesh dim"
     return [words] if added else []
+
+
+def describe_second_calls(calls: Iterable[SecondCall]) -> list[str]:
+    """Describes how many second calls of each library miss the sharding cache, and names the first ops."""
+    words = []
+    for impl, counted in group_by(calls, lambda call: call.impl).items():
+        misses = [call.op for call in counted if call.misses]
+        names = ", ".join([*dict.fromkeys(misses)][:MAX_NAMED_OPS])
+        words.append(f"{len(misses)} of {len(counted)} with {impl}{f' ({names})' if names else ''}")
+    return [f"second calls that miss the sharding cache: {', '.join(words)}"] if words else []
 
 
 def describe_slow_floors(times: Iterable[Mapping[str, float]]) -> list[str]:

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from dtbench.engine.findings import describe_slow_floors
+from dtbench.engine.findings import describe_second_calls, describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
+from dtbench.reporting.host_time import host_time_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.layout import DimLayout, layout_of
+from dtbench.stats.second_calls import second_calls
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.text import terminal
@@ -72,6 +74,13 @@ def _print_results(console: Console, run: Run) -> None:
             terminal.print_line(console, "")
         _print_suite(console, suite, run, results)
     terminal.print_rest(console, len(suites), "suites", _ALL, terminal.MAX_TABLES)
+    for table in host_time_tables(run.results):
+        terminal.print_line(console, "")
+        terminal.print_line(console, table.caption, "bold")
+        terminal.print_table(console, table.columns)
+        terminal.print_prose(console, table.note)
+    for line in describe_second_calls(second_calls(run.results)):
+        terminal.print_prose(console, f"dispatch: {line}")
     for drop in drops_of(run.results)[: terminal.MAX_TABLES]:
         terminal.print_prose(console, f"warning: {drop}")
     _print_not_ok(console, run)
@@ -304,6 +313,7 @@ def _run_json(run: Run) -> dict[str, object]:
             }
             for result in run.results
         ],
+        "second_calls": msgspec.to_builtins(second_calls(run.results)),
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
     }
 

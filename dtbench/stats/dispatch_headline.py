@@ -38,6 +38,12 @@ _PASSES: dict[Param | None, str] = {
     "forward+requires_grad": " on tensors that require gradients",
     "forward+backward": " with their backward",
 }
+# Value of the param `call` -> kind. Other calls are cached.
+_CALLS: dict[Param | None, str] = {
+    "first": "first calls",
+    "second": "second calls",
+    "busy": "calls while the GPU is at earlier work",
+}
 _MANY_OPS = re.compile(r".*_x\d+|tp_mlp")
 
 
@@ -50,8 +56,8 @@ def is_headline(name: str, params: Mapping[str, Param]) -> bool:
 
 def kind_of(name: str, params: Mapping[str, Param]) -> str:
     """Returns the kind of a case, in words. Means are taken over cases of one kind only."""
-    if params.get("call") in ("first", "busy"):
-        return "first calls" if params["call"] == "first" else "calls while the GPU is at earlier work"
+    if (kind := _CALLS.get(params.get("call"))) is not None:
+        return kind
     if name.startswith(PYTORCH_CASES):
         return "calls of pytorch's own DTensor benchmarks"
     if name in _MOVES:

@@ -16,6 +16,9 @@ elements, so arithmetic takes hardly any.
 as in a training step. **forward+backward** calls also compute the gradients.
 
 **cached** calls reuse the decision of an earlier call. A **first** call has new shapes, so the decision must be made.
+A **second** call repeats a first one, so its decisions should be in the cache. The counter `decisions` of a second call
+is the number of sharding decisions that were made again. Times do not show it: after a first call the CPU's caches are
+cold, and a single call takes 1.2 to 8 times as long as the mean of ten cached ones.
 **busy** calls (on a GPU) are cached calls while the stream still executes earlier work, as in a training step. All
 other calls start with an idle stream. On the 2x4 mesh, a tensor has the same placement on both mesh dims: S(0) means
 [Shard(0), Shard(0)], so the local tensors are those of the 1-D mesh of 8.
@@ -50,6 +53,7 @@ from torch import Tensor
 
 from dtbench.stats.dispatch_headline import is_headline
 from dtbench.suite import Case, Param, RunOptions, Skip, Workload, World, suite
+from dtbench_core import cache_info
 from dtbench_core.op_types import Args, Call, Value
 from dtbench_core.torch_compat import DisableTorchFunction, kernel_of
 from dtbench_suites import SUITES
@@ -76,6 +80,8 @@ CALLS_PER_SAMPLE = {FORWARD: 10, REQUIRES_GRAD: 10, BACKWARD: 4}
 WARMUP_CALLS = 20
 # Ops that are also measured with a busy stream: two pointwise kernels, a view (no kernel), a matmul, a reduction.
 BUSY = frozenset({"add", "relu", "view", "mm", "sum_dim0"})
+# The values of the param `call`.
+CACHED, FIRST, SECOND, BUSY_CALL = "cached", "first", "second", "busy"
 # A first call takes milliseconds, and its shape can be used only once.
 FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
 # Passes over the ops of a report's headline, which take some seconds in all. With one pass, one of eight runs on two
@@ -392,11 +398,24 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # proc_pid_statm(5)
 
 
+def decisions_made(impl: str) -> int | None:
+    """Returns the number of sharding decisions of this process so far; None if this version of torch hides its own.
+
+    torch has one cache in C++, and one in Python for calls that have no key in C++.
+    """
+    if impl == "core":
+        return cache_info()["misses"]
+    dispatcher: Any = torch.distributed.tensor.DTensor._op_dispatcher
+    in_python = getattr(dispatcher.sharding_propagator.propagate_op_sharding, "cache_info", None)
+    in_cpp = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
+    return None if in_python is None or in_cpp is None else in_python().misses + in_cpp()[1]
+
+
 def build_impl(
     op: TimedOp | TimedProgram,
     shape: tuple[int, ...],
     pass_: str,
-    first: bool,
+    call_kind: str,
     quick: bool,
     impl: str,
     world: World,
@@ -414,7 +433,7 @@ def build_impl(
         return wrapped(setup)
     call = setup.call(ROWS)
     counts_memory = len(shape) == 1 and pass_ == FORWARD
-    if not first:
+    if call_kind not in (FIRST, SECOND):
         # A tensor takes 0.5 KiB or more, so the growth is thousands of pages.
         counters = partial(memory_per_call, call, 40_000, "bytes_per_tensor")
         counts_memory = counts_memory and op.name == "from_local"
@@ -428,6 +447,14 @@ def build_impl(
         prepare_first_call()
         call()
 
+    def count_second_decisions() -> dict[str, float]:
+        run_first_call()
+        before = decisions_made(impl)
+        call()
+        return {} if before is None else {"decisions": (decisions_made(impl) or 0) - before}
+
+    if call_kind == SECOND:
+        return Workload(lambda: call(), run_first_call, setup.check, count_second_decisions)
     # torch takes three seconds for a thousand first calls.
     counters = partial(memory_per_call, run_first_call, 500, "bytes_per_decision")
     counts_memory = counts_memory and not quick and op.name == "add"
@@ -442,7 +469,7 @@ def case_of(
     call: str,
     floor: bool,
 ) -> Case:
-    first = call == "first"
+    new_shapes = call in (FIRST, SECOND)
     impls = ["core", "torch", "local"][: 3 if floor else 2]
     if floor and pass_ != BACKWARD and isinstance(op, TimedOp) and op.name not in ("from_local", "to_local"):
         impls.append("wrapped")
@@ -455,12 +482,14 @@ def case_of(
     return Case(
         name=op.name,
         params=params,
-        build={impl: partial(build_impl, op, shape, pass_, first, options.quick, impl) for impl in impls},
+        build={impl: partial(build_impl, op, shape, pass_, call, options.quick, impl) for impl in impls},
         clock="host",
-        busy=call == "busy",
-        calls_per_sample=1 if first else getattr(op, "calls_per_sample", None) or CALLS_PER_SAMPLE[pass_],
-        samples=None if not first else FIRST_SAMPLES_QUICK if options.quick else FIRST_SAMPLES,
-        warmup_calls=FIRST_WARMUP_CALLS if first else WARMUP_CALLS,
+        busy=call == BUSY_CALL,
+        calls_per_sample=1
+        if new_shapes
+        else getattr(op, "calls_per_sample", None) or CALLS_PER_SAMPLE[pass_],
+        samples=None if not new_shapes else FIRST_SAMPLES_QUICK if options.quick else FIRST_SAMPLES,
+        warmup_calls=FIRST_WARMUP_CALLS if new_shapes else WARMUP_CALLS,
         passes=HEADLINE_PASSES if is_headline(op.name, params) else 1,
     )
 
@@ -468,16 +497,18 @@ def case_of(
 def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
     """Returns the (pass, call) pairs to measure.
 
-    First calls of forward+requires_grad are left out: they make the same decisions as those of forward. A quick run
-    leaves out the slowest: the first calls of forward+backward and, on the 2-D mesh, all but cached forward calls.
+    First and second calls of forward+requires_grad are left out: they make the same decisions as those of forward. So
+    are second calls on the 2-D mesh, since a cache's key has all placements of a tensor. A quick run leaves out the
+    slowest: first and second calls of forward+backward and, on the 2-D mesh, all but cached forward calls.
     """
     if options.quick and len(shape) > 1:
-        return [(FORWARD, "cached")]
+        return [(FORWARD, CACHED)]
     passes = EVERY_PASS if op.backward else (FORWARD,)
-    pairs = [(p, c) for p in passes for c in ("cached", "first") if (p, c) != (REQUIRES_GRAD, "first")]
+    pairs = [(p, c) for p in passes for c in (CACHED, FIRST, SECOND) if p != REQUIRES_GRAD or c == CACHED]
+    pairs = [(p, c) for p, c in pairs if len(shape) == 1 or c != SECOND]
     if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
-        pairs.insert(1, (FORWARD, "busy"))
-    return [pair for pair in pairs if not (options.quick and pair == (BACKWARD, "first"))]
+        pairs.insert(1, (FORWARD, BUSY_CALL))
+    return [(p, c) for p, c in pairs if not (options.quick and p == BACKWARD and c != CACHED)]
 
 
 # Programs that quick runs leave out. torch takes half a minute for them, so under --budget they are measured last.
@@ -497,9 +528,9 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
             continue
         # A quick run leaves out forward+backward and, on the 2-D mesh, forward+requires_grad.
         for pass_ in program.passes[: 3 - len(shape)] if options.quick else program.passes:
-            yield case_of(options, program, shape, pass_, "cached", program.local)
+            yield case_of(options, program, shape, pass_, CACHED, program.local)
     for shape, op in itertools.product(MESHES, OPS):
         for pass_, call in variants(options, shape, op):
-            yield case_of(options, op, shape, pass_, call, call != "first")
+            yield case_of(options, op, shape, pass_, call, call not in (FIRST, SECOND))
     for program in PYTORCH_PROGRAMS:
-        yield case_of(options, program, (PYTORCH_RANKS,), program.passes[0], "cached", program.local)
+        yield case_of(options, program, (PYTORCH_RANKS,), program.passes[0], CACHED, program.local)

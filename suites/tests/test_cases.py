@@ -78,7 +78,7 @@ def test_cases_are_unique_and_have_the_expected_params_and_impls(suite: str, opt
         assert set(case.params) == PARAMS[suite]
         placements, pass_, call = (case.params.get(name) for name in ("placements", "pass", "call"))
         expected = set(LARGE if case.name == "reduce_scatter_large" else IMPLS[suite])
-        if call == "first" or (case.name, placements) in NO_FLOOR:
+        if call in ("first", "second") or (case.name, placements) in NO_FLOOR:
             expected.discard("local")
         if (case.name, placements, pass_, call) in WRAPPED:
             expected.add("wrapped")

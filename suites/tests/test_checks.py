@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtbench.engine.rank_votes import simulated_world
-from dtbench.suite import Skip
+from dtbench.suite import Skip, Workload
 from dtbench_suites import bucketer_reference, dispatch
 from dtbench_suites.bucketer_reference import ReferenceBucketer
 from dtbench_suites.data import (
@@ -203,12 +203,47 @@ def test_first_calls_never_repeat_a_shape(world: Any, impl: str, monkeypatch: py
     rows: list[int] = []
     right = dispatch.PlacedOp.call
     monkeypatch.setattr(dispatch.PlacedOp, "call", lambda self, k: (rows.append(k), right(self, k))[1])
-    workload = dispatch.build_impl(op, (8,), FORWARD, True, True, impl, world)
+    workload = dispatch.build_impl(op, (8,), FORWARD, dispatch.FIRST, True, impl, world)
     rows.clear()  # build_impl has prepared a cached call
     for _ in range(3):
         workload.before()
         workload.run()
     assert len({*rows, dispatch.ROWS}) == 4
+
+
+@pytest.mark.parametrize("impl", ["core", "torch"])
+def test_second_calls_of_every_op_make_no_decision_again(world: Any, impl: str):
+    for op, pass_ in itertools.product(dispatch.OPS, (FORWARD, BACKWARD)):
+        if op.backward or pass_ == FORWARD:
+            counters = second_call(world, impl, op, pass_).counters
+            assert counters is not None
+            counters()  # the core records the first call of a function again
+            assert counters() == {"decisions": 0}, f"{op.name} {pass_}"
+
+
+@pytest.mark.parametrize("impl", ["core", "torch"])
+def test_second_call_of_an_op_that_finds_no_decision_is_counted(world: Any, impl: str):
+    widths = itertools.count(1)  # another slice in each call
+    op = dataclasses.replace(op_called("slice"), fn=lambda x: x.narrow(1, 0, next(widths)))
+    counters = second_call(world, impl, op, FORWARD).counters
+    assert counters is not None and counters() == {"decisions": 1}
+
+
+@pytest.mark.parametrize("impl", ["core", "torch"])
+def test_timed_second_calls_follow_an_untimed_first_one(world: Any, impl: str):
+    workload = second_call(world, impl, op_called("relu"), FORWARD)
+    assert workload.before is not None
+    for _ in range(2):
+        started = dispatch.decisions_made(impl)
+        workload.before()
+        after_first = dispatch.decisions_made(impl)
+        workload.run()
+        assert started is not None and after_first is not None
+        assert after_first > started and dispatch.decisions_made(impl) == after_first
+
+
+def second_call(world: Any, impl: str, op: dispatch.TimedOp, pass_: str) -> Workload:
+    return dispatch.build_impl(op, (8,), pass_, dispatch.SECOND, True, impl, world)
 
 
 def test_tolerance_of_mismatch_is_relative_to_the_largest_value():

@@ -71,6 +71,7 @@ plans: dict[Key, OpPlan | None] = {}
 # Plans by the key of a Python function's call. None: the call is not a single op and must go through torch.
 functions: dict[Key, OpPlan | None] = {}
 default_dtype: torch.dtype | None = None  # the default dtype that the plans were made for
+misses = 0  # calls and ops of this process that found no plan
 # Functions for which one plan serves all values of a number argument, so that keys contain only the number's type.
 by_type: set[Call] = set()
 classified: set[Call] = set()  # functions already examined for this
@@ -248,6 +249,8 @@ def _as_new_result(func: Call, result: Value) -> Value:
 
 def _record_call(func: Call, key: Key, args: Args, kwargs: Kwargs) -> Value:
     """Runs the call through torch, and keeps the plan for later calls with this key if it was a single op."""
+    global misses
+    misses += 1
     outer_record = recorded()
     ran: list[RecordedOp] = []
     _recorded.set(ran)
@@ -296,7 +299,7 @@ def torch_dispatch(
             if (ran := recorded()) is not None:
                 ran.append((None, args, kwargs, None))
             return result
-    global default_dtype
+    global default_dtype, misses
     if default_dtype is not get_default_dtype():
         # Type promotion uses the default dtype: an integer tensor times a float gets it.
         default_dtype = get_default_dtype()
@@ -309,11 +312,13 @@ def torch_dispatch(
         if (numbers := with_numbers(args, kwargs)) is not None:
             return torch_dispatch(cls, op, types, *numbers)
         plan = None
+        misses += 1
     if plan is None:
         result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
     elif plan is not _MISSING:
         result = plan.run(cls, plan.kernel, args, kwargs, locals_, local_kwargs)
     else:
+        misses += 1
         plan = build(info, args, kwargs)
         if plan is None:
             result = info.without_plan(torch_dispatch, cls, op, args, kwargs)
@@ -326,5 +331,9 @@ def torch_dispatch(
 
 
 def cache_info() -> dict[str, int]:
-    """Returns the number of plans of ops ("plans") and of functions ("fast"), and the maximum of each ("bound")."""
-    return {"plans": len(plans), "fast": len(functions), "bound": runtime.MAX_PLANS}
+    """Returns the number of cached plans, and how often one was missing.
+
+    "plans" and "fast" are the numbers of plans of ops and of functions, "bound" the maximum of each. "misses" counts
+    the calls and ops of this process that found no plan. Clearing the caches does not reset it.
+    """
+    return {"plans": len(plans), "fast": len(functions), "bound": runtime.MAX_PLANS, "misses": misses}

@@ -12,7 +12,8 @@ from typing import TypeVar
 import pandas as pd
 
 from dtbench.comparison.run_comparison import compare_runs
-from dtbench.records.result import Run, integer_param
+from dtbench.records.host_time import SecondCall
+from dtbench.records.result import Result, Run, integer_param
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.changes import Changes, changes_of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
@@ -20,6 +21,7 @@ from dtbench.reporting.html.sources import Sources
 from dtbench.stats.drops import drops_of
 from dtbench.stats.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
 from dtbench.stats.layout import shared_cores
+from dtbench.stats.second_calls import second_calls
 from dtbench.suite import Param
 from dtbench.text.table import Table
 
@@ -142,7 +144,17 @@ class Material:
     @cached_property
     def drops(self) -> Sequence[BandwidthDrop]:
         """The first twelve bandwidth drops of collectives."""
-        return drops_of(result for run in self.sources.runs for result in run.results)[:12]
+        return drops_of(self.results)[:12]
+
+    @cached_property
+    def results(self) -> Sequence[Result]:
+        """The results of all runs."""
+        return [result for run in self.sources.runs for result in run.results]
+
+    @cached_property
+    def second_calls(self) -> Sequence[SecondCall]:
+        """The second calls of ops whose sharding decisions were counted."""
+        return second_calls(self.results)
 
     @cached_property
     def shared_cores(self) -> str:

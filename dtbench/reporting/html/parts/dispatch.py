@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from dtbench.engine.findings import describe_added_time
+from dtbench.engine.findings import describe_added_time, describe_second_calls
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.profile import CallStages, Stage
+from dtbench.reporting.host_time import cache_miss_table
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
@@ -28,7 +29,7 @@ MAX_CASES = 4
 
 def fill(section: ReportSection, material: Material) -> None:
     cases, calls = material.cases("dispatch"), material.sources.calls
-    cached = [c for c in cases if c.get("call") not in ("first", "busy")]
+    cached = [c for c in cases if c.get("call") not in ("first", "second", "busy")]
     busy = [c for c in cases if c.get("call") == "busy"]
     section.lead = "Time of one call on the host: the minimum of the samples. "
     if cached:
@@ -58,7 +59,11 @@ def fill(section: ReportSection, material: Material) -> None:
         )
         section.add(_table(cached, cases))
     elif cases:
-        section.add(_op_table("Every op: time of a first call", cases, folded=True))
+        section.add(_op_table("Every op: time of a first or second call", cases, folded=True))
+    section.add(cache_miss_table(material.second_calls))
+    section.notes += [
+        f"{words[0].upper()}{words[1:]}." for words in describe_second_calls(material.second_calls)
+    ]
     if busy and cached:
         section.add(
             _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
@@ -68,7 +73,8 @@ def fill(section: ReportSection, material: Material) -> None:
 
 
 def _op_table(caption: str, cases: Sequence[ReportCase], folded: bool = False) -> Table:
-    return Table(caption, [*case_columns(cases, "Op", PARAMS, "call"), *time_columns(cases)], folded=folded)
+    params = PARAMS | {"call": "Call"}
+    return Table(caption, [*case_columns(cases, "Op", params), *time_columns(cases)], folded=folded)
 
 
 def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Table:
@@ -77,24 +83,32 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
     def identity(case: ReportCase) -> tuple[object, ...]:
         return (case.name, *sorted((k, v) for k, v in case.params.items() if k != "call"))
 
-    first = {identity(c): c for c in cases if c.get("call") == "first"}
-    firsts = [first.get(identity(c)) for c in cached]
-    first_times = [
-        (f"{i}, first call", [f.seconds(i) if f else None for f in firsts]) for i in ("core", "torch")
+    new_shapes = {
+        call: {identity(c): c for c in cases if c.get("call") == call} for call in ("first", "second")
+    }
+    call_times = [
+        (
+            f"{i}, {call} call",
+            [found.seconds(i) if (found := by_id.get(identity(c))) else None for c in cached],
+        )
+        for call, by_id in new_shapes.items()
+        for i in ("core", "torch")
+        if by_id or call == "first"
     ]
     slower = any((c.ratio("core", "torch") or 0.0) > columns.MARKED for c in all_cached)
     return Table(
         "Every op: time per call",
-        [*case_columns(cached, "Op", PARAMS, "call"), *time_columns(cached), *columns.times(first_times)],
+        [*case_columns(cached, "Op", PARAMS, "call"), *time_columns(cached), *columns.times(call_times)],
         folded=True,
         note=" ".join(
             [
                 *(["▲: the core takes over 5 % more time than torch."] if slower else []),
                 *(
                     ["A first call has to find its sharding; a cached one looks it up."]
-                    if any(firsts)
+                    if new_shapes["first"]
                     else []
                 ),
+                *(["A second call is a single one after a first call."] if new_shapes["second"] else []),
             ]
         ),
         total=len(all_cached),
