@@ -8,6 +8,7 @@ from rich.console import Console
 from dtbench.cost.bucket_size import MEASURE, MIB, BucketChoice
 from dtbench.cost.calibration.validate import REGIMES, CallGroup, Score, Validation
 from dtbench.records.topology import CalibratedTopology
+from dtbench.stats.layout import format_hosts
 from dtbench.text.terminal import Column, new_console, print_columns, print_json, print_line, print_prose
 from dtbench.text.units import (
     NO_INTERVAL,
@@ -26,8 +27,9 @@ def print_topology(topology: CalibratedTopology) -> None:
     """
     console, dims = new_console(), topology.dims
     builtin = [dim.builtin for dim in dims]
+    hosts = format_hosts({d.name: (d.layout.hosts_per_group, d.layout.ranks_per_host) for d in dims})
     figures: list[Column] = [
-        ("ranks", [str(dim.ranks) for dim in dims]),
+        ("ranks", [hosts.get(dim.name, str(dim.ranks)) for dim in dims]),
         (
             "latency [us/hop]",
             [_with_interval(significant(dim.latency_us_per_hop, 3), dim.latency_interval) for dim in dims],

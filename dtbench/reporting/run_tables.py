@@ -23,7 +23,7 @@ from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
 from dtbench.reporting.host_time import host_time_tables
 from dtbench.stats.drops import drops_of
-from dtbench.stats.layout import DimLayout, layout_of
+from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
 from dtbench.stats.second_calls import second_calls
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
@@ -137,10 +137,10 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
     figures = {
         "ranks": [str(d.ranks) for d in dims],
         "groups": [str(d.groups) for d in dims],
-        "hosts per group": [_span(d.hosts_per_group) for d in dims],
-        "ranks per host": [_span(d.ranks_per_host) for d in dims],
+        "hosts per group": [_range(d.hosts_per_group) for d in dims],
+        "ranks per host": [_range(d.ranks_per_host) for d in dims],
         "groups per host pair": [str(d.groups_per_host_pair or "-") for d in dims],
-        "NUMA nodes per group": [_span(d.numa_nodes_per_group) for d in dims],
+        "NUMA nodes per group": [_range(d.numa_nodes_per_group) for d in dims],
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     terminal.print_line(console, "")
@@ -152,11 +152,8 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
     )
 
 
-def _span(span: tuple[int, int] | None) -> str:
-    """Formats (least, most), e.g. "2", or "1..2" if groups differ."""
-    if span is None:
-        return "-"
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
+def _range(span: Range | None) -> str:
+    return "-" if span is None else format_range(span)
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -18,6 +18,8 @@ from dtbench.stats import index_blocks
 from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench.text.units import plural
 
+Range = tuple[int, int]  # (least, most)
+
 
 @dataclass(frozen=True)
 class DimLayout:
@@ -39,10 +41,10 @@ class DimLayout:
     name: str
     ranks: int
     groups: int
-    hosts_per_group: tuple[int, int] | None
-    ranks_per_host: tuple[int, int] | None
+    hosts_per_group: Range | None
+    ranks_per_host: Range | None
     groups_per_host_pair: int | None
-    numa_nodes_per_group: tuple[int, int] | None
+    numa_nodes_per_group: Range | None
     nvlink: tuple[int, int] | None
 
 
@@ -78,6 +80,30 @@ def layout_of(header: Header) -> list[DimLayout]:
     return [_layout_of_dim(name, dim_groups, hosts, ranks) for name, dim_groups in groups.items()]
 
 
+def format_hosts(dims: Mapping[str, tuple[Range | None, Range | None]]) -> dict[str, str]:
+    """Returns each mesh dim's hosts and ranks per host, e.g. {"tp": "1 host x 8 ranks", "dp": "2 hosts x 1 rank"}.
+
+    Groups of equal numbers of ranks differ in speed by these two. Empty unless the mesh has both groups over several
+    hosts and several ranks on a host; a dim whose placement is unknown is left out.
+
+    Args:
+        dims: name -> (hosts_per_group, ranks_per_host), each (least, most) or None.
+    """
+    known = {name: (hosts, ranks) for name, (hosts, ranks) in dims.items() if hosts and ranks}
+    if not all(any(span[index][1] > 1 for span in known.values()) for index in (0, 1)):
+        return {}
+    return {
+        name: f"{format_range(hosts)} {'host' if hosts[1] == 1 else 'hosts'} x "
+        f"{format_range(ranks)} {'rank' if ranks[1] == 1 else 'ranks'}"
+        for name, (hosts, ranks) in known.items()
+    }
+
+
+def format_range(span: Range) -> str:
+    """Formats (least, most), e.g. "2", or "1..2" if groups differ."""
+    return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
+
+
 def _layout_of_dim(
     name: str, groups: Groups, hosts: Sequence[str | None], ranks: Mapping[int, RankFacts]
 ) -> DimLayout:
@@ -105,7 +131,7 @@ def _layout_of_dim(
     )
 
 
-def _range(numbers: Iterable[int]) -> tuple[int, int]:
+def _range(numbers: Iterable[int]) -> Range:
     values = list(numbers)
     return min(values), max(values)
 

@@ -226,7 +226,8 @@ def test_print_topology_shows_constants_and_errors_per_dim(
         latency, bandwidth, error, builtin_error = (
             [float(number) for number in re.findall(r"[\d.]*\d", cells[column])] for column in (2, 3, 4, 6)
         )
-        assert cells[0] == dim.name and dim.builtin is not None
+        hosts = {"dp": "2 hosts x 1 rank", "tp": "1 host x 2 ranks"}
+        assert cells[:2] == [dim.name, hosts[dim.name]] and dim.builtin is not None
         assert bandwidth == pytest.approx([dim.bandwidth_GiBps, *dim.bandwidth_interval], rel=0.01)
         assert latency == pytest.approx([dim.latency_us_per_hop, *dim.latency_interval], rel=0.01)
         assert cells[5] == f"{dim.builtin.latency_us_per_hop:g} us, {dim.builtin.bandwidth_GiBps:g} GiB/s"

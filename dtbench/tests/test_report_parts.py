@@ -268,6 +268,12 @@ def test_the_limit_is_the_links_of_a_gpu_or_as_given() -> None:
     assert "limit of tp" in [words for figure in shown.figures for words, _ in figure.legend]
 
 
+def test_curves_are_labelled_by_hosts_and_ranks_per_host() -> None:
+    shown = section("collectives", made_up.collectives())  # two hosts of two ranks
+    labels = {words.rpartition(", ")[0] for figure in shown.figures[:1] for words, _ in figure.legend}
+    assert labels == {"dp, 2 hosts x 1 rank", "tp, 1 host x 2 ranks"}
+
+
 def test_systems_are_drawn_beside_each_other() -> None:
     """Collectives of other meshes and machines: a line each, and the rest of the page is the first's."""
     first = made_up.run(list(made_up.collectives()), path="first.jsonl")

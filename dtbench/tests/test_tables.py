@@ -25,7 +25,7 @@ from dtbench.records.result import Header, Result, Run
 from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.stats import summarize
 from dtbench.stats.frame import cases_frame, cells, results_frame
-from dtbench.stats.layout import from_last_arrival_s, layout_of, mesh_groups
+from dtbench.stats.layout import format_hosts, from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite.mesh import groups_of
 from dtbench.tests import made_up, made_up_logs
 from dtbench.tests.made_up import Cli
@@ -394,6 +394,29 @@ def test_hosts_are_counted_per_group_and_per_pair() -> None:
     unknown = header({"tp": 2}, ["a", "b"])
     del unknown["ranks"][1]["host"]
     assert layout_of(made_up.read(unknown))[0].hosts_per_group is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "hosts", "words"),
+    [
+        (
+            {"dp": 2, "tp": 4},
+            ["a"] * 4 + ["b"] * 4,
+            {"dp": "2 hosts x 1 rank", "tp": "1 host x 4 ranks", "dp+tp": "2 hosts x 4 ranks"},
+        ),
+        ({"tp": 6}, ["a", "a", "a", "b", "b", "c"], {"tp": "3 hosts x 1..3 ranks"}),
+        ({"dp": 2, "tp": 2}, ["a"] * 4, {}),  # one host
+        ({"dp": 2, "tp": 2}, ["a", "b", "c", "d"], {}),  # one rank per host
+    ],
+)
+def test_dims_are_named_by_hosts_and_ranks_per_host_if_the_mesh_has_both(
+    mesh: dict[str, int], hosts: list[str], words: dict[str, str]
+) -> None:
+    dims = layout_of(read_by(mesh, hosts))
+    assert format_hosts({d.name: (d.hosts_per_group, d.ranks_per_host) for d in dims}) == words
+    unknown = {f"{name}?": (None, None) for name in words}
+    known = {d.name: (d.hosts_per_group, d.ranks_per_host) for d in dims}
+    assert format_hosts(known | unknown) == words
 
 
 @pytest.mark.parametrize(

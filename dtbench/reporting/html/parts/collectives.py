@@ -36,8 +36,7 @@ from dtbench.reporting.html.section import (
     main_dtype,
 )
 from dtbench.stats import bandwidth_drops, estimate_s
-from dtbench.stats.layout import from_last_arrival_s, layout_of, mesh_groups
-from dtbench.suite import Param
+from dtbench.stats.layout import format_hosts, from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite.mesh import Groups
 from dtbench.text import columns
 from dtbench.text.table import MAX_ROWS, Table
@@ -97,8 +96,10 @@ def fill(section: ReportSection, material: Material) -> None:
         + (f"Limits: {words}." if words else "No limit is drawn, since the speed of the links is unknown.")
     )
     section.notes += [f"{drop}." for drop in material.drops]
+    hosts = format_hosts({d.name: (d.hosts_per_group, d.ranks_per_host) for d in layout_of(runs[0].header)})
     section.add(
-        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], setting, limits), _contention(drawn)
+        _bandwidths(section, [c for c in drawn if c.only.busbw_Bps], setting, limits, hosts),
+        _contention(drawn),
     )
     if not material.cases("redistribute") and material.sources.topology is None:
         section.add(times_over_size(section, plain_cases(cases), folded="Time over size"))
@@ -142,10 +143,14 @@ def _headlines(section: ReportSection, cases: Sequence[ReportCase], limits: Mapp
 
 
 def _bandwidths(
-    section: ReportSection, cases: Sequence[ReportCase], setting: str, limits: Mapping[str, float]
+    section: ReportSection,
+    cases: Sequence[ReportCase],
+    setting: str,
+    limits: Mapping[str, float],
+    hosts: Mapping[str, str],
 ) -> Figure | None:
     """Draws a panel per collective. Colours show the mesh dim; dashes show grouping and placement (in place or not)."""
-    dims = section.capped(distinct(map(_dim, cases)), "mesh dims", len(LOOKS))
+    dims = section.capped(distinct(_dim(c, hosts) for c in cases), "mesh dims", len(LOOKS))
     kinds = {(c.get("groups"), c.get("in_place")): c for c in cases}.values()
     ways = distinct(
         map(
@@ -172,7 +177,7 @@ def _bandwidths(
             {
                 label: bandwidth_points(members)
                 for label, members in group_by(
-                    by_name[name], lambda c: _label(_dim(c), _grouping_and_placement(c))
+                    by_name[name], lambda c: _label(_dim(c, hosts), _grouping_and_placement(c))
                 ).items()
                 if label in styles
             }
@@ -204,17 +209,18 @@ def bandwidth_points(cases: Sequence[ReportCase]) -> list[tuple[float, float | N
     return [(c.only.size_bytes or 0, c.only.busbw_Bps) for c in cases]
 
 
-def _dim(case: ReportCase) -> tuple[str, Param]:
-    return str(case.get("mesh_dim")), case.get("ranks")
+def _dim(case: ReportCase, hosts: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the mesh dim and the number of its ranks, by hosts if the groups span several."""
+    name, ranks = str(case.get("mesh_dim")), case.get("ranks")
+    return name, hosts.get(name) or (f"{ranks} ranks" if ranks else "")
 
 
 def _grouping_and_placement(case: ReportCase) -> str:
     return ", ".join(word for word in (str(case.get("groups")), _place(case)) if word)
 
 
-def _label(dim: tuple[str, Param], way: str) -> str:
-    name, ranks = dim
-    return ", ".join(filter(None, (name, f"{ranks} ranks" if ranks else "", way)))
+def _label(dim: tuple[str, str], way: str) -> str:
+    return ", ".join(filter(None, (*dim, way)))
 
 
 def _contention(cases: Sequence[ReportCase]) -> Table:
