@@ -20,12 +20,27 @@ _JOB_OPTIONS = ["topology", "system", "bases", "as_json", "model", "layout"]
 _OPTIONS = {
     "a suite": ["impls", "filter", "mesh", "nproc", "device", "backend", "quick", "timeout_s"],
     "traces": _JOB_OPTIONS,
-    "-- COMMAND": [*_JOB_OPTIONS, "steps", "warmup", "timeout_s"],
+    "-- COMMAND": [*_JOB_OPTIONS, "steps", "warmup", "timeout_s", "delay"],
 }
 
 
 # Programs that start jobs.
 _PROGRAM = re.compile(r"python[\d.]*|torchrun|srun|mpirun|mpiexec|accelerate|deepspeed|uv|bash|sh")
+
+
+def _parse_delay(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> tuple[int, float] | None:
+    """Returns the rank and the seconds of --delay."""
+    keys = dict(pair.partition("=")[::2] for pair in (text or "").split(","))
+    rank, ms = keys.get("rank", ""), keys.get("ms", "")
+    is_valid = re.fullmatch(r"\d{1,9}", rank) and re.fullmatch(r"\d{1,9}(\.\d{1,9})?", ms) and float(ms) > 0
+    if text is not None and (len(keys) != 2 or not is_valid):
+        raise click.BadParameter(
+            f"{text!r}: expected rank=RANK,ms=MILLISECONDS with a rank of the job and more than 0 ms, such as "
+            "rank=2,ms=30"
+        )
+    return (int(rank), float(ms) / 1e3) if text is not None else None
 
 
 class _Profile(options.AdvancedCommand):
@@ -61,6 +76,12 @@ class _Profile(options.AdvancedCommand):
 @click.option("--steps", default=3, type=click.IntRange(0), help="For a command: steps to record; 0: all.")
 @click.option(
     "--warmup", default=5, type=click.IntRange(0), help="For a command: steps before the recorded ones."
+)
+@click.option(
+    "--delay",
+    metavar="rank=N,ms=N",
+    callback=_parse_delay,
+    help="For a command: delay this rank's first collective of each step, to test what the profile says.",
 )
 @options.IMPL
 @options.FILTER
@@ -137,7 +158,7 @@ def _profile_job(
             bases=choices["bases"],
             model_and_layout=(model, layout) if model else None,
             redirect_stdout=as_json,
-            **{name: choices[name] for name in ("steps", "warmup", "timeout_s")},
+            **{name: choices[name] for name in ("steps", "warmup", "timeout_s", "delay")},
         )
     )
     print_profile(profiled, as_json)

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from dtbench.fields import Amount, Count, Real
 from dtbench.records.comparison import Change, Verdict
-from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size
+from dtbench.text.units import format_bytes, format_ratio, format_seconds, format_size, plural
 
 
 class StepParts(Struct, frozen=True, kw_only=True):
@@ -211,6 +211,34 @@ class Lane(Struct, frozen=True, kw_only=True):
     intervals: tuple[tuple[Real, Real], ...]
 
 
+class InjectedDelay(Struct, frozen=True, kw_only=True):
+    """A delay that `dtbench profile --delay` injected before the first collective of each step of one rank.
+
+    Attributes:
+        rank: the delayed rank.
+        delay_s: duration of a delay.
+        count: delays in its trace; 0 if that trace is missing.
+        steps: steps of the trace, including excluded ones.
+    """
+
+    rank: Count
+    delay_s: Amount
+    count: Count
+    steps: Count
+
+    def __str__(self) -> str:
+        fewer = (
+            "; steps without a delay do not end with the optimizer's step(), or have no collective of "
+            "torch.distributed"
+        )
+        steps = plural(self.steps, "step") if self.steps else "steps that the traces do not show"
+        return (
+            f"rank {self.rank} was delayed by {format_seconds(self.delay_s)} before its first collective of each "
+            f"step, as --delay requested: {plural(self.count, 'delay')} in {steps}"
+            f"{fewer * (self.count < self.steps)}"
+        )
+
+
 class Job(Struct, frozen=True, kw_only=True):
     """Figures of a job.
 
@@ -227,6 +255,7 @@ class Job(Struct, frozen=True, kw_only=True):
         drawn_step: index of the step that `lanes` show; None without steps.
         drawn_s: end of the last interval in `lanes`.
         lanes: activities of each rank in that step.
+        delay: the injected delay, if any.
         notes: what is missing, excluded or unknown, one sentence each.
     """
 
@@ -244,6 +273,7 @@ class Job(Struct, frozen=True, kw_only=True):
     drawn_step: Count | None = None
     drawn_s: Amount = 0.0
     lanes: tuple[Lane, ...] = ()
+    delay: InjectedDelay | None = None
     notes: tuple[str, ...] = ()
 
     @property

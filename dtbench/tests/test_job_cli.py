@@ -97,7 +97,7 @@ def test_profile_command_keeps_its_options_and_exit_code(
     monkeypatch.setattr("dtbench.traces.profile_job.record", record)
     command = ["torchrun", "train.py", "--steps", "20", "--", "--json"]
     got, out, err = dtbench("profile", "--steps", "4", "-o", "job", "--", *command)
-    assert (got, calls) == (code, [(command, {"steps": 4, "warmup": 5, "timeout_s": 0})])
+    assert (got, calls) == (code, [(command, {"steps": 4, "warmup": 5, "timeout_s": 0, "delay": None})])
     if code:
         assert err.startswith("dtbench: no rank wrote a trace") and not Path("job").exists()
         return
@@ -110,6 +110,20 @@ def test_profile_command_keeps_its_options_and_exit_code(
     [
         ("job --mesh dp=2", "--mesh is for a suite, the target is traces"),
         ("job --steps 2", "--steps is for -- COMMAND"),
+        ("job --delay rank=2,ms=30", "--delay is for -- COMMAND, the target is traces"),
+        ("dispatch/add --delay rank=2,ms=30", "--delay is for -- COMMAND, the target is a suite"),
+        *(
+            (f"--delay {text} -- python x.py", f"{text!r}: expected rank=RANK,ms=MILLISECONDS")
+            for text in (
+                "rank=2",
+                "rank=2,ms=0",
+                "rank=2,ms=-3",
+                "rank=2,ms=inf",
+                "rank=-1,ms=3",
+                "rank=2,s=3",
+                "rank=2,ms=3,x=1",
+            )
+        ),
         ("dispatch/add --json", "--json is for traces or -- COMMAND"),
         ("--quick -- python x.py", "--quick is for a suite"),
         ("job -- python x.py", "expected traces, one SUITE[/CASE], or -- COMMAND"),
@@ -122,6 +136,20 @@ def test_profile_refuses_options_of_another_kind_of_target(dtbench: Cli, words: 
     profile_in(Path("job"))
     code, _, err = dtbench("profile", *words.split())
     assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_profile_delay_reaches_the_recorder_and_the_page(
+    dtbench: Cli, read: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays: list[Any] = []
+
+    def record(_command: Sequence[str], folder: Path, *, delay: Any, **_options: Any) -> Any:
+        delays.append(delay)
+        return SimpleNamespace(exit_code=0, traces=(folder / "rank0.json.gz",), notes=())
+
+    monkeypatch.setattr("dtbench.traces.profile_job.record", record)
+    assert dtbench("profile", "--delay", "ms=2.5,rank=3", "-o", "job", "--", "python", "x.py")[0] == 0
+    assert delays == [(3, 0.0025)]
 
 
 def text_of(job: Job, analysis: JobAnalysis = NO_ANALYSIS) -> str:

@@ -374,6 +374,39 @@ def test_gloo_groups_are_identified_on_all_ranks_or_none(tmp_path: Path) -> None
     assert {call.mesh_dim for call in read_job([tmp_path]).collectives} == {"unknown group"}
 
 
+@pytest.mark.parametrize(
+    ("recorded", "delays", "expected"),
+    [
+        ("0 0.030000000", 2, (0, 0.03, 2)),
+        ("0 0.030000000", 1, (0, 0.03, 1)),
+        ("1 0.030000000", 2, (1, 0.03, 0)),  # the trace of rank 1 is missing
+        ("-1 0", 2, None),
+        ("0 nan", 2, None),
+        ([0, 1], 2, None),
+        ("9" * 5000, 2, None),
+    ],
+)
+def test_injected_delay_is_no_part_of_the_call_that_it_delays(
+    tmp_path: Path, recorded: object, delays: int, expected: tuple[int, float, int] | None
+) -> None:
+    """Each call lasts 35 us on the host, of which the rank sleeps 30; its transport takes 20 us."""
+    events = [*steps(2), op("aten::mm", 500, 5)]
+    for n in range(2):
+        call, transport = gloo(n * 1000 + 100, 20, late=35)
+        events += [call, transport, note("dtbench:delay", n * 1000 + 101, 30)][: 3 if n < delays else 2]
+    job = read(tmp_path, events, dtbench={"delay": recorded})
+    other = write(tmp_path, [*steps(2), *gloo(100, 50), *gloo(1100, 50)], 1)
+    both = read_job([tmp_path / "rank0.json", other])
+    assert only_call(job).count == 2 and job.ranks[0].communication_s == pytest.approx(40e-6)
+    # Both ranks leave at 155 us; rank 1 arrives at 100 us, and rank 0 after its delay at 131 us.
+    assert both.waits[0].waiting_s["1"] == pytest.approx(31e-6 * delays)
+    found = job.delay and (job.delay.rank, job.delay.delay_s, job.delay.count)
+    assert found == expected
+    text = f"rank 0 was delayed by 30.0 ms before its first collective of each step, as --delay requested: {delays} "
+    assert any(line.startswith(text) for line in job.notes) == bool(expected and expected[2])
+    assert any("steps without a delay" in line for line in job.notes) == bool(expected and expected[2] == 1)
+
+
 # ---- steps ----
 
 

@@ -43,7 +43,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     folder = tmp_path / "job"
     folder.mkdir()
 
-    def run(program: str, *args: str, **options: int) -> Recording:
+    def run(program: str, *args: str, **options: Any) -> Recording:
         file = tmp_path / "train.py"
         file.write_text(textwrap.dedent(program))
         return record([sys.executable, str(file), *args], folder, **options)
@@ -53,7 +53,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 
 def train(
-    job: Callable[..., Recording], tmp_path: Path, step: str = "", steps: int = 12, **options: int
+    job: Callable[..., Recording], tmp_path: Path, step: str = "", steps: int = 12, **options: Any
 ) -> Recording:
     return job(TRAINING.replace("STEP", step or "pass"), str(tmp_path / "store"), str(steps), **options)
 
@@ -157,9 +157,11 @@ def test_in_a_rank_nothing_stays_hooked_after_the_window(
         from torch.optim import optimizer as hooked
         from torch.autograd import profiler
         call = vars(dist.ProcessGroup)["send"]
-        sys.exit(5 if hooked._global_optimizer_post_hooks or profiler.profile.__init__.__name__ != "__init__"
+        kernels = torch._C._dispatch_dump("c10d::allreduce_")
+        delays = "BackendSelect" in kernels
+        sys.exit(5 if delays or hooked._global_optimizer_post_hooks or profiler.profile.__init__.__name__ != "__init__"
             or type(call).__name__ != "instancemethod" else 6)"""
-    assert train(job, tmp_path, check).exit_code == 6
+    assert train(job, tmp_path, check, delay=(0, 0.001)).exit_code == 6
 
 
 def test_in_a_rank_too_few_steps_say_what_to_do(job: Callable[..., Recording], tmp_path: Path) -> None:
@@ -213,6 +215,38 @@ def test_in_a_rank_the_whole_run_of_a_program_without_an_optimizer(
     program = TRAINING.replace("optimizer.step()", "pass").replace("STEP", "pass")
     (trace,) = job(program, str(tmp_path / "store"), "4", steps=0).traces
     assert [event["name"] for event in read(trace)["traceEvents"]].count("gloo:all_reduce") == 4
+
+
+@pytest.mark.parametrize(
+    "call", ["dist.all_reduce(weight.grad)", "fc.wait_tensor(fc.all_reduce(weight, 'sum', '0'))"]
+)
+def test_in_a_rank_delay_comes_once_before_the_first_collective_of_a_step(
+    job: Callable[..., Recording], tmp_path: Path, call: str
+) -> None:
+    program = TRAINING.replace("dist.all_reduce(weight.grad)", f"[{call} for _ in range(2)]").replace(
+        "STEP", "pass"
+    )
+    program = program.replace("import os", "import torch.distributed._functional_collectives as fc, os")
+    (trace,) = job(program, str(tmp_path / "store"), "12", delay=(0, 0.002)).traces
+    events = sorted(
+        (event["ts"], event["dur"], event["name"])
+        for event in read(trace)["traceEvents"]
+        if event.get("name") in ("dtbench:delay", "gloo:all_reduce")
+        or "ProfilerStep" in event.get("name", "")
+    )
+    names = [name.partition("#")[0] for _, _, name in events]
+    assert names == ["ProfilerStep", "dtbench:delay", "gloo:all_reduce", "gloo:all_reduce"] * 3
+    assert min(dur for _, dur, name in events if name == "dtbench:delay") >= 2000
+    figures = read_job([trace])
+    assert figures.delay and (figures.delay.count, figures.delay.delay_s) == (3, 0.002)
+
+
+def test_in_a_rank_delay_of_a_rank_outside_the_job_ends_it(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    recording = train(job, tmp_path, delay=(4, 0.03))
+    assert (recording.exit_code, recording.traces) == (2, ())
+    assert recording.notes == ("rank 0 stopped: --delay names rank 4, the job has ranks 0 to 0",)
 
 
 # ------------------------------------------------------------------ ranks under torchrun

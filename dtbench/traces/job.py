@@ -12,7 +12,16 @@ from msgspec.structs import asdict
 from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.file_kinds import JOB_FILE
 from dtbench.grouping import group_by
-from dtbench.records.job import CallKind, Collective, DimParts, Job, Lane, RankJob, StepParts
+from dtbench.records.job import (
+    CallKind,
+    Collective,
+    DimParts,
+    InjectedDelay,
+    Job,
+    Lane,
+    RankJob,
+    StepParts,
+)
 from dtbench.records.read import BadFieldError, convert, read_json
 from dtbench.text.units import format_seconds, plural
 from dtbench.traces.clock_alignment import AlignedJob, align_clocks
@@ -89,7 +98,8 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
     aligned = align_clocks(traces)
     drawn_step, lanes = _draw_step(traces, aligned)
     world_size = max(max(trace.world_size, trace.rank + 1) for trace in traces)
-    notes = [note for trace in traces for note in trace.notes]
+    delay = _injected_delay(traces)
+    notes = [*map(str, filter(None, [delay])), *(note for trace in traces for note in trace.notes)]
     if len(traces) < world_size:
         notes.insert(
             0,
@@ -118,7 +128,22 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
         drawn_step=drawn_step,
         drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
+        delay=delay,
         notes=tuple(_merge_notes(notes)),
+    )
+
+
+def _injected_delay(traces: Sequence[RankTrace]) -> InjectedDelay | None:
+    """Returns the delay that the recorder injected, if any."""
+    rank, delay_s = next(filter(None, (trace.delay for trace in traces)), (-1, 0.0))
+    if rank < 0:
+        return None
+    delayed = [trace for trace in traces if trace.rank == rank]
+    return InjectedDelay(
+        rank=rank,
+        delay_s=delay_s,
+        count=sum(trace.delays for trace in delayed),
+        steps=sum(len(trace.steps.spans) + trace.steps.excluded for trace in delayed),
     )
 
 

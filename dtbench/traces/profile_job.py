@@ -35,6 +35,7 @@ class JobRequest:
         steps: steps to record; 0 records the whole run.
         warmup: steps before the recorded ones.
         timeout_s: seconds without a step after which a rank ends the job; 0 for no limit.
+        delay: a rank, and the seconds by which its first collective of each step is delayed.
         redirect_stdout: whether to send the command's stdout to stderr, so that stdout holds only the results.
     """
 
@@ -47,6 +48,7 @@ class JobRequest:
     steps: int = STEPS
     warmup: int = WARMUP
     timeout_s: int = 0
+    delay: tuple[int, float] | None = None
     redirect_stdout: bool = False
 
 
@@ -140,6 +142,7 @@ def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
             steps=request.steps,
             warmup=request.warmup,
             timeout_s=request.timeout_s,
+            delay=request.delay,
         )
     finally:
         os.dup2(stdout, 1)

@@ -60,6 +60,8 @@ _COUNTED_OP = re.compile(rf"{C10D_EVENTS.pattern}|^gloo:")
 _SUBCLASS_OP = "PythonSubclass"
 # The annotation around sends and receives in traces that dtbench recorded. The group's name follows.
 _GROUP_ANNOTATION = "dtbench:group "
+# The annotation around an injected delay. It lies within the call that it delays.
+_DELAY = "dtbench:delay"
 # gloo runs a reduce_scatter as an all_reduce.
 _CALLS_BY_TRANSPORT = {"all_reduce": ("all_reduce", "reduce_scatter")}
 _MAX_TRANSPORT_DELAY_US = 5e6  # a transport that starts more than this after a call belongs to another call
@@ -96,6 +98,8 @@ class RankTrace:
         on_gpu: whether the trace has kernels.
         window: what dtbench wrote about the recorded steps. "asked" and "whole" are the numbers of requested
             and complete steps. "why" is the reason for fewer. "warm" is true if the recording contains no warm-up.
+        delay: rank and seconds of the delay that was to be injected, if any.
+        delays: number of injected delays in this trace.
         notes: what was excluded or is unknown.
     """
 
@@ -115,6 +119,8 @@ class RankTrace:
     steps: Steps = field(default_factory=Steps)
     on_gpu: bool = False
     window: dict[str, Any] = field(default_factory=dict)
+    delay: tuple[int, float] | None = None
+    delays: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -288,6 +294,8 @@ class _RankReader:
             device=printable(recorder.get("device", "")),
             on_gpu=on_gpu,
             window=window,
+            delay=_parse_delay(recorder.get("delay")),
+            delays=sum(name == _DELAY for name, _, _ in self._annotations),
         )
         launched = self._launched()
         trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
@@ -358,6 +366,8 @@ class _RankReader:
                         open_ops[-1][3] = False
                 if index >= 0:
                     name, args = names[ops.tag[index]], ops.args.get(index)
+                    if name == _DELAY and calls and calls[-1].thread == thread and calls[-1].end >= end:
+                        calls[-1] = calls[-1]._replace(start=end)  # the rank arrives after the delay
                     if args is not None:
                         # Ops may overlap without nesting: a step's annotation may begin within the optimizer's
                         # annotation and end after it.
@@ -550,6 +560,12 @@ class _RankReader:
                 not trace.steps.spans
             ),
         }
+
+
+def _parse_delay(text: object) -> tuple[int, float] | None:
+    """Returns rank and seconds of an injected delay from the recorder's text; None without one."""
+    match = re.fullmatch(r"(\d{1,9}) (\d{1,9}\.\d{1,9})", str(text))
+    return (int(match[1]), float(match[2])) if match else None
 
 
 def _number(value: object) -> int:

@@ -38,7 +38,13 @@ class Recording:
 
 
 def record(
-    command: Sequence[str], folder: Path, *, steps: int = STEPS, warmup: int = WARMUP, timeout_s: int = 0
+    command: Sequence[str],
+    folder: Path,
+    *,
+    steps: int = STEPS,
+    warmup: int = WARMUP,
+    timeout_s: int = 0,
+    delay: tuple[int, float] | None = None,
 ) -> Recording:
     """Runs a command and writes a trace of each rank.
 
@@ -48,6 +54,7 @@ def record(
         steps: steps to record; 0 records the whole run.
         warmup: steps before the recorded ones.
         timeout_s: seconds without the end of a step after which a rank ends the job; 0 for no limit.
+        delay: a rank, and the seconds by which its first collective of each step is delayed.
 
     Raises:
         UsageError: the command cannot be started.
@@ -62,6 +69,7 @@ def record(
         **os.environ,
         "DTBENCH_RECORD_WINDOW": f"{steps} {warmup} {timeout_s}",
         "DTBENCH_RECORD_FOLDER": f"{folder}",
+        **({"DTBENCH_RECORD_DELAY": f"{delay[0]} {delay[1]:.9f}"} if delay else {}),
         "PYTHONPATH": f"{Path(__file__).with_name('hook')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
     }
     prctl, old_mask = ctypes.CDLL(None).prctl, signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_SIGNALS)

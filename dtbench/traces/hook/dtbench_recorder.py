@@ -3,6 +3,9 @@
 A step ends with the `step()` of the optimizer that steps first, so all ranks count the same steps. Errors of the
 recorder do not reach the program. After the window, no hook that costs time remains.
 
+If a delay is requested, one rank sleeps before the first collective of each step, until the window ends. Without an
+optimizer, steps are unknown, and only the first collective of the program is delayed.
+
 `rankN.json.gz` is the trace. `rankN.txt` holds the reason for a missing trace, or the stacks of a rank that failed.
 """
 
@@ -12,6 +15,7 @@ import functools
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +33,9 @@ from torch.profiler import ProfilerAction, profile, record_function
 
 # Taken from the class's __dict__, to be restored later. The result of getattr would no longer bind to a group.
 TRANSFERS = {name: vars(c10d.ProcessGroup)[name] for name in ("send", "recv", "recv_anysource")}
+# Rank and seconds of the requested delay; no rank without one.
+DELAY = os.environ.get("DTBENCH_RECORD_DELAY", "-1 0")
+NOT_COLLECTIVE = re.compile(r"send|recv|check|monitored")  # ops of c10d that are not delayed
 
 
 class Recorder:
@@ -40,16 +47,28 @@ class Recorder:
         done: number of finished steps.
         has_ended: whether the window has ended.
         mesh_dims: JSON of the mesh dims, from the first step on.
+        delay_s: delay of the next collective, seconds; 0 if this step had its delay.
+        library: kernels that delay collectives, if this rank is to be delayed.
     """
 
     optimizer: "Callable[[], Optimizer | None]" = staticmethod(lambda: None)
     profile: "profile | None" = None
     done, has_ended, mesh_dims = 0, False, ""
+    delay_s, library = 0.0, None
 
     def __init__(self, path: str) -> None:
         self.steps, self.warmup, self.timeout_s = map(int, os.environ["DTBENCH_RECORD_WINDOW"].split())
         self.path, self.pid = path, os.getpid()
         self.notes = Path(f"{path}.txt").open("w", buffering=1)  # noqa: SIM115 - signal handlers write to it until the end
+        delayed_rank, delay_s = DELAY.split()
+        if int(delayed_rank) >= (ranks := c10d.get_world_size()):
+            self.notes.write(
+                f"stopped: --delay names rank {delayed_rank}, the job has ranks 0 to {ranks - 1}\n"
+            )
+            raise SystemExit(2)
+        if int(delayed_rank) == c10d.get_rank():
+            self.delay_s = float(delay_s)
+            self.guard(self.hook_collectives)
         self.hook = register_optimizer_step_post_hook(lambda *args: self.guard(self.on_step, *args))
         self.init = session.__init__
         session.__init__ = lambda *args, **kwargs: self.on_session(*args, **kwargs)  # type: ignore[method-assign]
@@ -92,12 +111,45 @@ class Recorder:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
+    def hook_collectives(self) -> None:
+        """Registers kernels that sleep before the first collective of a step.
+
+        Every call that passes torch's dispatcher reaches the key BackendSelect before the backend. This includes calls
+        of DDP's reducer, functional collectives and compiled graphs.
+        """
+        self.library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        later_keys = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        names = [name.partition("::") for name in torch._C._dispatch_get_all_op_names()]
+        for name in [name for room, _, name in names if room == "c10d" and not NOT_COLLECTIVE.search(name)]:
+            kernel = functools.partial(self.delayed, getattr(torch.ops.c10d, name).default, later_keys)
+            self.library.impl(name, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+
+    def delayed(
+        self,
+        op: "torch._ops.OpOverload",
+        later_keys: torch._C.DispatchKeySet,
+        keys: torch._C.DispatchKeySet,
+        *args: object,
+        **kwargs: object,
+    ) -> object:
+        """Runs a collective, after the delay if it is the first one of its step."""
+        self.guard(self.delay)
+        return op.redispatch(keys & later_keys, *args, **kwargs)
+
+    def delay(self) -> None:
+        """Sleeps once in each step, within an annotation."""
+        delay_s, self.delay_s = self.delay_s, 0.0
+        if delay_s:
+            with record_function("dtbench:delay"):
+                time.sleep(delay_s)
+
     def on_step(self, optimizer: Optimizer, *_: object) -> None:
         if self.optimizer() is None:
             self.optimizer = weakref.ref(optimizer)
         if self.optimizer() is not optimizer:
             return
         self.done += 1
+        self.delay_s = float(DELAY.split()[1]) if self.library else 0.0
         # Read now, because the process groups may be destroyed before a recording of the whole run ends.
         self.mesh_dims = self.mesh_dims or mesh_dims()
         self.await_step()
@@ -134,6 +186,9 @@ class Recorder:
         """
         ended, self.profile, self.has_ended = self.profile, None, True
         session.__init__ = self.init  # type: ignore[method-assign]
+        if self.library:
+            self.library._destroy()  # type: ignore[no-untyped-call]
+            self.library = None
         if not self.timeout_s:
             self.hook.remove()
         if ended is not None:
@@ -218,6 +273,7 @@ def about() -> str:
             },
             "clock_ns": time.time_ns(),
             "torch": torch.__version__,
+            "delay": DELAY,
             "host": os.uname().nodename,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
