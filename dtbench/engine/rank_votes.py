@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from dtbench.engine.failure import FOREVER
 from dtbench.engine.rank_env import RankEnv
 from dtbench.errors import WorldBrokenError
-from dtbench.machine.backends import library_of, resolve_backend, torch_name
+from dtbench.machine.backends import check_group, library_of, resolve_backend, torch_name
 from dtbench.machine.device import gpus
 from dtbench.suite.mesh import Mesh, default_mesh
 
@@ -301,6 +301,7 @@ def real_world(
         timeout=timedelta(seconds=timeout_s + GROUP_GRACE_S),
         device_id=device if library_of(backend) == "nccl" else None,
     )
+    check_group(backend, device)
     yield LiveWorld(env.rank, env.world_size, device, mesh)
     dist.destroy_process_group()
 

@@ -9,7 +9,6 @@
 A process keeps the first transport of gloo that it has used, so several backends need several launches.
 """
 
-import importlib.util
 import os
 import re
 from typing import TYPE_CHECKING
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING
 from dtbench.errors import UsageError, describe, nearest
 
 if TYPE_CHECKING:
+    import torch
+
     from dtbench.suite import DeviceType
 
 # Name -> the key of torch's registry of gloo devices (torch/csrc/distributed/c10d/GlooDeviceFactory.cpp).
@@ -98,8 +99,11 @@ def check_backend(device_type: "DeviceType", chosen: str) -> None:
     backend = resolve_backend(device_type, chosen)
     name = torch_name(backend)
     if backend.startswith(TORCHCOMMS):
-        if importlib.util.find_spec(TORCHCOMMS) is None:
-            raise UsageError(f"--backend {chosen}: the package torchcomms is not installed; install it")
+        if not getattr(dist.distributed_c10d, "_TORCHCOMM_AVAILABLE", False):
+            raise UsageError(
+                f"--backend {chosen}: torch {torch.__version__} finds no torchcomms that it can use; install one built "
+                "for it"
+            )
     elif not dist.is_backend_available(name):
         available = sorted(filter(dist.is_backend_available, {*dist.Backend.backend_list} - _NO_BACKENDS))
         legacy = name == "nccl-legacy" and dist.is_backend_available("nccl")
@@ -132,6 +136,25 @@ def prepare_backend(backend: str) -> None:
                 f"the backend {backend} cannot be used: {describe(error)}; expected a transport that torch was built "
                 f"with, and for tls the variables {_GLOO_VARIABLE}_TCP_TLS_PKEY, _CERT and _CA_FILE"
             ) from error
+
+
+def check_group(backend: str, device: "torch.device") -> None:
+    """Checks that the default process group uses torchcomms if it was asked to.
+
+    torch falls back to its own backend, without a message, if torchcomms was not built for the name.
+
+    Raises:
+        UsageError: it uses another implementation.
+    """
+    import torch.distributed as dist
+
+    if backend.startswith(TORCHCOMMS):
+        created = dist.distributed_c10d._get_default_group()._get_backend(device)
+        if not isinstance(created, dist.distributed_c10d._BackendWrapper):
+            raise UsageError(
+                f"--backend {backend}: torch created {type(created).__name__} instead, so this torchcomms was not "
+                f"built with {torch_name(backend)}"
+            )
 
 
 def torch_name(backend: str) -> str:

@@ -1,6 +1,7 @@
 """Tests of `dtbench.machine.backends`: names, availability in this torch, and the implementation behind a name."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dtbench.errors import EXIT_USAGE, UsageError
 from dtbench.gate.arms import check_text
 from dtbench.machine.backends import (
     check_backend,
+    check_group,
     library_of,
     parse_backend,
     prepare_backend,
@@ -102,7 +104,7 @@ def test_two_implementations_of_nccl_have_two_names(
         (("gloo",), "cpu", "nccl2", r"torch \S+ does not have it; it has gloo$"),
         (("gloo", "nccl"), "cuda", "nccl-legacy", "its nccl is that implementation: use --backend nccl"),
         (("gloo", "nccl"), "cpu", "nccl", "nccl cannot send cpu tensors; use --backend auto"),
-        (("gloo",), "cpu", "torchcomms", "the package torchcomms is not installed"),
+        (("gloo",), "cpu", "torchcomms", r"torch \S+ finds no torchcomms that it can use"),
         (("gloo",), "cpu", "auto", None),
         (("gloo",), "cuda", "gloo", None),
     ],
@@ -138,6 +140,25 @@ def test_torchcomms_is_switched_on_for_its_backend_alone(monkeypatch: pytest.Mon
     assert not dist.config.use_torchcomms
     prepare_backend("torchcomms:gloo")
     assert dist.config.use_torchcomms
+
+
+@pytest.mark.parametrize("uses_torchcomms", [True, False])
+def test_fallback_of_torch_to_its_own_backend_is_refused(
+    uses_torchcomms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class BackendWrapper:
+        pass
+
+    created = BackendWrapper() if uses_torchcomms else object()
+    group = SimpleNamespace(_get_backend=lambda _device: created)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    monkeypatch.setattr(dist.distributed_c10d, "_BackendWrapper", BackendWrapper, raising=False)
+    check_group("gloo", torch.device("cpu"))
+    if uses_torchcomms:
+        check_group("torchcomms:gloo", torch.device("cpu"))
+        return
+    with pytest.raises(UsageError, match="torch created object instead"):
+        check_group("torchcomms:gloo", torch.device("cpu"))
 
 
 def test_provenance_names_backend_and_its_library() -> None:
