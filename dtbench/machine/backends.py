@@ -11,7 +11,7 @@ A process keeps the first transport of gloo that it has used, so several backend
 
 import os
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtbench.errors import UsageError, describe, nearest
 
@@ -149,8 +149,9 @@ def check_group(backend: str, device: "torch.device") -> None:
     import torch.distributed as dist
 
     if backend.startswith(TORCHCOMMS):
-        created = dist.distributed_c10d._get_default_group()._get_backend(device)
-        if not isinstance(created, dist.distributed_c10d._BackendWrapper):
+        c10d: Any = dist.distributed_c10d
+        created = c10d._get_default_group()._get_backend(device)
+        if not isinstance(created, c10d._BackendWrapper):
             raise UsageError(
                 f"--backend {backend}: torch created {type(created).__name__} instead, so this torchcomms was not "
                 f"built with {torch_name(backend)}"
