@@ -10,12 +10,12 @@ from statistics import geometric_mean, median
 
 from dtbench.engine.progress import params_of
 from dtbench.grouping import group_by
-from dtbench.records.host_time import SecondCall
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, PYTORCH_CASES, SINGLE_OPS, added_times, kind_of
 from dtbench.stats.layout import shared_cores
 from dtbench.stats.second_calls import second_calls
+from dtbench.stats.step_growth import step_growths
 from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
 from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
@@ -41,7 +41,7 @@ def findings(run: Run) -> list[str]:
         if timed:
             doubts = _doubts(run, timed)
             lines = unreliable[doubts] if doubts else reliable
-            found = [*_findings(suite, _cases(timed)), *describe_second_calls(second_calls(timed))]
+            found = [*_findings(suite, _cases(timed)), *describe_host_time(timed)]
             lines += (f"{suite}: {finding}" for finding in found)
     for doubts, lines in unreliable.items():
         reliable += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]
@@ -136,14 +136,19 @@ def describe_added_time(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[
     return [words] if added else []
 
 
-def describe_second_calls(calls: Iterable[SecondCall]) -> list[str]:
-    """Describes how many second calls of each library miss the sharding cache, and names the first ops."""
-    words = []
-    for impl, counted in group_by(calls, lambda call: call.impl).items():
+def describe_host_time(results: Sequence[Result]) -> list[str]:
+    """Describes, per library, the second calls that miss the sharding cache, and the leaks of repeated steps."""
+    words, lines = [], []
+    for impl, counted in group_by(second_calls(results), lambda call: call.impl).items():
         misses = [call.op for call in counted if call.misses]
         names = ", ".join([*dict.fromkeys(misses)][:MAX_NAMED_OPS])
         words.append(f"{len(misses)} of {len(counted)} with {impl}{f' ({names})' if names else ''}")
-    return [f"second calls that miss the sharding cache: {', '.join(words)}"] if words else []
+    if words:
+        lines.append(f"second calls that miss the sharding cache: {', '.join(words)}")
+    for (name, steps), growths in group_by(step_growths(results), lambda g: (g.name, g.steps)).items():
+        verdicts = (f"{growth.impl} {growth.verdict}" for growth in growths)
+        lines.append(f"objects and memory kept by {steps} {name}: {'; '.join(verdicts)}")
+    return lines
 
 
 def describe_slow_floors(times: Iterable[Mapping[str, float]]) -> list[str]:

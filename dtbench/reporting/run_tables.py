@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from dtbench.engine.findings import describe_second_calls, describe_slow_floors
+from dtbench.engine.findings import describe_host_time, describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
@@ -25,6 +25,7 @@ from dtbench.reporting.host_time import host_time_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
 from dtbench.stats.second_calls import second_calls
+from dtbench.stats.step_growth import step_growths
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.text import terminal
@@ -79,8 +80,9 @@ def _print_results(console: Console, run: Run) -> None:
         terminal.print_line(console, table.caption, "bold")
         terminal.print_table(console, table.columns)
         terminal.print_prose(console, table.note)
-    for line in describe_second_calls(second_calls(run.results)):
-        terminal.print_prose(console, f"dispatch: {line}")
+    for suite, results in suites.items():
+        for line in describe_host_time(results):
+            terminal.print_prose(console, f"{suite}: {line}")
     for drop in drops_of(run.results)[: terminal.MAX_TABLES]:
         terminal.print_prose(console, f"warning: {drop}")
     _print_not_ok(console, run)
@@ -311,6 +313,7 @@ def _run_json(run: Run) -> dict[str, object]:
             for result in run.results
         ],
         "second_calls": msgspec.to_builtins(second_calls(run.results)),
+        "step_growths": msgspec.to_builtins(step_growths(run.results)),
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
     }
 

@@ -43,6 +43,7 @@ _CALLS: dict[Param | None, str] = {
     "first": "first calls",
     "second": "second calls",
     "busy": "calls while the GPU is at earlier work",
+    "repeated": "optimizer steps in a row",
 }
 _MANY_OPS = re.compile(r".*_x\d+|tp_mlp")
 
@@ -52,6 +53,11 @@ def is_headline(name: str, params: Mapping[str, Param]) -> bool:
     return (
         SINGLE_OPS.get(name, "-") == params.get("placements") and SINGLE_OP_PARAMS.items() <= params.items()
     )
+
+
+def is_cached(params: Mapping[str, Param]) -> bool:
+    """Whether the calls reuse the decision of an earlier call, on an idle device."""
+    return params.get("call") not in _CALLS
 
 
 def kind_of(name: str, params: Mapping[str, Param]) -> str:

@@ -1,4 +1,4 @@
-"""Answers about host time in constructed runs: second calls that miss the sharding cache."""
+"""Answers about host time in constructed runs: cache misses of second calls, and leaks of repeated steps."""
 
 import contextlib
 import io
@@ -12,6 +12,7 @@ from dtbench.engine.findings import findings
 from dtbench.records.result import Result
 from dtbench.reporting.run_tables import print_runs, print_runs_json
 from dtbench.stats.second_calls import second_calls
+from dtbench.stats.step_growth import step_growths
 from dtbench.tests import made_up
 from dtbench.tests.html_page import HOSTILE, cells, section
 
@@ -89,3 +90,75 @@ def test_second_calls_of_a_damaged_file_are_shown_as_text() -> None:
     params = {"call": "second", "placements": 7, "pass": HOSTILE}
     (call,) = second_calls([call_of(HOSTILE, "core", "second", 1.0, -1.5, params=params)])
     assert (call.placements, call.misses) == ("7", False)
+
+
+# ---- steps in a row ----
+
+
+def steps_of(
+    objects: list[float],
+    bytes_kept: list[float] | None = None,
+    types: dict[str, float] | None = None,
+    **about: Any,
+) -> Result:
+    counters = {"steps": 200, "late_over_early": 1.25}
+    counters |= {f"objects_per_step_{i}": growth for i, growth in enumerate(objects, 1)}
+    counters |= {f"bytes_per_step_{i}": growth for i, growth in enumerate(bytes_kept or [], 1)}
+    counters |= {f"kept_per_step:{name}": growth for name, growth in (types or {}).items()}
+    params = {"placements": "S(0)", "mesh": "8", "pass": "forward", "call": "repeated"}
+    result = made_up.result("dispatch", "adamw", "core", params, [1e-3] * 3, counters=counters)
+    return msgspec.structs.replace(result, **about)
+
+
+@pytest.mark.parametrize(
+    ("objects", "bytes_kept", "verdict"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], [0.0] * 4, "flat"),
+        ([1.0, 1.0, 1.0, 1.0], [100.0] * 4, "leak of 1 dict per step"),
+        ([9.0, 3.0, 0.0, 0.0], [9e6, 5e4, 0.0, 0.0], "flat"),  # caches that fill
+        ([0.0, 40.0, -40.0, 40.0], [0.0, 1e5, -1e5, 1e5], "flat"),  # garbage that is collected later
+        ([0.0, 0.0, 0.0, 50.0], [0.0, 0.0, 0.0, 1e6], "flat"),  # a single growth
+        ([0.1, 0.1, 0.1, 0.1], None, "flat"),  # that of counting
+        ([0.0] * 4, [0.0, 5e4, 8e4, 5e4], "leak of memory outside Python's objects"),
+        ([0.0] * 4, [900.0, 900.0, 900.0, 900.0], "flat"),  # pages that come and go
+    ],
+)
+def test_steps_leak_if_every_interval_but_the_first_grows(
+    objects: list[float], bytes_kept: list[float] | None, verdict: str
+) -> None:
+    (growth,) = step_growths([steps_of(objects, bytes_kept, {"dict": objects[-1]})])
+    assert growth.verdict == verdict
+    assert growth.objects_per_step == pytest.approx(sum(objects[1:]) / 3)
+    assert growth.bytes_per_step == (None if bytes_kept is None else pytest.approx(sum(bytes_kept[1:]) / 3))
+
+
+def test_leak_names_the_types_that_grow_most() -> None:
+    types = {f"t{i}": float(i) for i in range(1, 8)}
+    (growth,) = step_growths([steps_of([28.0] * 4, types=types)])
+    assert growth.verdict == "leak of 7 t7, 6 t6, 5 t5, 4 t4, 3 t3 per step"
+    (growth,) = step_growths([steps_of([28.0] * 4)])
+    assert growth.verdict == "leak of objects of several types per step"
+
+
+def test_growth_over_launches_is_the_median() -> None:
+    launches = [steps_of([0.0] * 4), steps_of([2.0] * 4, launch=1), steps_of([3.0] * 4, launch=2)]
+    assert [growth.objects_per_step for growth in step_growths(launches)] == [2.0]
+    incomplete = steps_of([1.0, 1.0, 1.0])
+    assert step_growths([incomplete, steps_of([1.0] * 4, status="failed")]) == []
+
+
+def test_growth_is_shown_in_the_terminal_in_json_and_on_the_page() -> None:
+    results = [steps_of([2.0] * 4, [512.0] * 4, {"dict": 2.0}), steps_of([0.0] * 4, [0.0] * 4, impl="torch")]
+    words = "objects and memory kept by 200 adamw: core leak of 2 dict per step; torch flat"
+    assert f"dispatch: {words}" in findings(made_up.run(results))
+    text = printed(results)
+    assert f"dispatch: {words}" in text
+    row = text.partition("Steps in a row")[2].splitlines()[2].split()
+    assert row[:6] == ["adamw", "core", "200", "2.00", "512", "1.25×"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_runs_json([made_up.run(results)])
+    (shown,) = json.loads(out.getvalue())
+    assert shown["step_growths"][0]["types"] == [{"name": "dict", "per_step": 2.0}]
+    page = section("dispatch", results)
+    assert f"{words[0].upper()}{words[1:]}." in page.notes
+    assert cells(page, "adamw", "core", "200")[3:] == ["2.00", "512", "1.25×", "leak of 2 dict per step"]

@@ -23,6 +23,10 @@ cold, and a single call takes 1.2 to 8 times as long as the mean of ten cached o
 other calls start with an idle stream. On the 2x4 mesh, a tensor has the same placement on both mesh dims: S(0) means
 [Shard(0), Shard(0)], so the local tensors are those of the 1-D mesh of 8.
 
+**repeated** calls are steps of AdamW in a row, with new gradients in each. Counters tell the Python objects and the
+bytes that a step keeps in each quarter of the steps, and the types whose objects become more. `late_over_early` is the
+median time of the last 20 steps over that of the first 20.
+
 Counters measure memory: `bytes_per_tensor` in the cases of `from_local`, `bytes_per_decision` in the first calls of
 `add` unless the run is quick.
 
@@ -33,18 +37,13 @@ with a kernel.perf_event_paranoid of at most 2, and seldom in a virtual machine.
 plain local tensors; the cases that convert or communicate have none.
 """
 
-import ctypes
 import functools
-import gc
 import itertools
 import math
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,10 +65,13 @@ from dtbench_suites.dispatch_programs import (
     PYTORCH_PROGRAMS,
     PYTORCH_RANKS,
     REQUIRES_GRAD,
+    RTOL,
     WORLD,
     TimedProgram,
     build_program,
+    build_steps,
 )
+from dtbench_suites.memory import TIMED_STEPS, memory_per_call
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # rows and columns of the local tensor in cached calls
@@ -81,14 +83,14 @@ WARMUP_CALLS = 20
 # Ops that are also measured with a busy stream: two pointwise kernels, a view (no kernel), a matmul, a reduction.
 BUSY = frozenset({"add", "relu", "view", "mm", "sum_dim0"})
 # The values of the param `call`.
-CACHED, FIRST, SECOND, BUSY_CALL = "cached", "first", "second", "busy"
+CACHED, FIRST, SECOND, BUSY_CALL, REPEATED = "cached", "first", "second", "busy", "repeated"
 # A first call takes milliseconds, and its shape can be used only once.
 FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
 # Passes over the ops of a report's headline, which take some seconds in all. With one pass, one of eight runs on two
 # busy cores was 40 % off.
 HEADLINE_PASSES = 3
-# Relative to the largest value of the results. Both sides do the same arithmetic in float32.
-RTOL = 1e-5
+# Steps in a row, after which objects and memory are compared; the fewer are for quick runs.
+STEPS, STEPS_QUICK = 200, 80
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -376,28 +378,6 @@ _Rows = defaultdict[tuple[str, tuple[int, ...]], Iterator[int]]
 _unused_rows: _Rows = defaultdict(lambda: itertools.count(ROWS + 1, 2))
 
 
-def memory_per_call(make: Callable[[], object], count: int, name: str) -> dict[str, float]:
-    """Returns the growth of resident memory per call of `make` as {name: bytes}, while all results are kept alive.
-
-    Free memory within the process would hide the growth. So `count` calls first use up that of Python's allocator, and
-    malloc_trim(3) returns that of glibc to the system. Returns nothing on systems other than Linux with glibc.
-    """
-    libc = ctypes.CDLL(None)
-    if sys.platform != "linux" or not hasattr(libc, "malloc_trim"):
-        return {}
-    results = [make() for _ in range(count)]
-    gc.collect()
-    libc.malloc_trim(0)
-    bytes_before = resident_bytes()
-    results += [make() for _ in range(count)]
-    gc.collect()
-    return {name: (resident_bytes() - bytes_before) / count}
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # proc_pid_statm(5)
-
-
 def decisions_made(impl: str) -> int | None:
     """Returns the number of sharding decisions of this process so far; None if this version of torch hides its own.
 
@@ -494,6 +474,22 @@ def case_of(
     )
 
 
+def repeated_steps(form: str, options: RunOptions) -> Case:
+    """Returns the case of many AdamW steps in a row, of which the objects and the memory that they keep are counted."""
+
+    def build(impl: str, world: World) -> Workload:
+        place = Place(impl, world.mesh_of(MESHES[0]), world.device)
+        return build_steps(form, STEPS_QUICK if options.quick else STEPS, place)
+
+    return Case(
+        name=f"adamw_{form}_steps",
+        params={"placements": "S(0)", "mesh": str(WORLD), "pass": FORWARD, "call": REPEATED},
+        build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
+        clock="host",
+        samples=TIMED_STEPS,
+    )
+
+
 def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
     """Returns the (pass, call) pairs to measure.
 
@@ -532,5 +528,7 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
     for shape, op in itertools.product(MESHES, OPS):
         for pass_, call in variants(options, shape, op):
             yield case_of(options, op, shape, pass_, call, call not in (FIRST, SECOND))
+    for form in ("foreach",) if options.quick else ("foreach", "fused"):
+        yield repeated_steps(form, options)
     for program in PYTORCH_PROGRAMS:
         yield case_of(options, program, (PYTORCH_RANKS,), program.passes[0], CACHED, program.local)

@@ -6,6 +6,7 @@ tensor_parallel suites check the values on real ranks. The cases of pytorch's ow
 plain torch, where the process group defines the values.
 """
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,15 @@ from torch import Tensor, nn
 from dtbench.stats.dispatch_headline import PYTORCH_CASES
 from dtbench.suite import Workload
 from dtbench_suites.data import Place, mismatch, parallel_api, shard_of
+from dtbench_suites.memory import growth_per_step
 
 WORLD = 8  # ranks of the simulated process group
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 FOREACH_TENSORS = 10  # tensors of a foreach op and of an optimizer step
 # Ranks and global shape of the cases of pytorch's own benchmarks.
 PYTORCH_RANKS, PYTORCH_SHAPE = 256, (10, 10)
+# Relative to the largest value of the results. Both sides do the same arithmetic in float32.
+RTOL = 1e-5
 # Calls whose instructions are counted. pytorch's benchmark_base.py takes the minimum of 5 or, in earlier versions, of
 # these 9 after an uncounted one.
 COUNTED_CALLS = 9
@@ -188,6 +192,51 @@ def unscaling(parameters: list[nn.Parameter]) -> Callable[[], object]:
         scaler.update(1.0)
 
     return unscale
+
+
+def build_steps(form: str, steps: int, place: Place) -> Workload:
+    """Builds the workload of AdamW steps in a row, whose gradients are new copies of the parameters.
+
+    Args:
+        form: "foreach" or "fused".
+        steps: number of steps whose objects are counted.
+    """
+    full = [
+        torch.arange(i, i + math.prod(ROWS), device=place.device, dtype=torch.float32).view(ROWS) % 7 - 3
+        for i in range(FOREACH_TENSORS)
+    ]
+    done = 0
+
+    def step_of(values: list[Any]) -> tuple[list[nn.Parameter], Call]:
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        optimizer = torch.optim.AdamW(parameters, foreach=form == "foreach", fused=form == "fused")
+
+        def step() -> None:
+            for parameter in parameters:
+                parameter.grad = parameter.detach().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return parameters, step
+
+    parameters, step = step_of([place.put(t, "S(0)") for t in full])
+
+    def run() -> None:
+        nonlocal done
+        step()
+        done += 1
+
+    def check() -> str | None:
+        expected, plain_step = step_of(full)
+        for _ in range(done):
+            plain_step()
+        for i, (got, want) in enumerate(zip(parameters, expected, strict=True)):
+            local = shard_of(want.detach(), "S(0)", 0, WORLD)
+            if wrong := place.mismatch(got.detach(), "S(0)", ROWS, local, f"parameter {i}", RTOL):
+                return wrong
+        return None
+
+    return Workload(run=run, check=check, counters=partial(growth_per_step, run, steps))
 
 
 class TwoLinears(nn.Module):

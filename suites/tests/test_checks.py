@@ -12,6 +12,9 @@ import pytest
 import torch
 
 from dtbench.engine.rank_votes import simulated_world
+from dtbench.records.host_time import StepGrowth
+from dtbench.records.result import Result
+from dtbench.stats.step_growth import step_growths
 from dtbench.suite import Skip, Workload
 from dtbench_suites import bucketer_reference, dispatch
 from dtbench_suites.bucketer_reference import ReferenceBucketer
@@ -29,8 +32,10 @@ from dtbench_suites.dispatch_programs import (
     FORWARD,
     PROGRAMS,
     REQUIRES_GRAD,
+    build_steps,
     check_result,
 )
+from dtbench_suites.memory import growth_per_step
 from dtbench_suites.packing import IMPLS, build
 
 CPU = torch.device("cpu")
@@ -244,6 +249,61 @@ def test_timed_second_calls_follow_an_untimed_first_one(world: Any, impl: str):
 
 def second_call(world: Any, impl: str, op: dispatch.TimedOp, pass_: str) -> Workload:
     return dispatch.build_impl(op, (8,), pass_, dispatch.SECOND, True, impl, world)
+
+
+# ---- steps in a row ----
+
+
+class Leaked:
+    pass
+
+
+def growth(step: Callable[[], object]) -> StepGrowth:
+    counters = growth_per_step(step, 80)
+    result = Result("dispatch", "steps", "core", {}, "ok", counters=counters)
+    (found,) = step_growths([result])
+    return found
+
+
+def test_injected_leak_is_found_and_its_type_is_named():
+    kept: list[object] = []
+    found = growth(lambda: kept.append(Leaked()))
+    assert found.verdict == f"leak of 1 {__name__}.Leaked per step"
+    assert (found.objects_per_step, found.steps) == (1.0, 80)
+    kept.clear()
+    found = growth(lambda: kept.extend((torch.ones(1), Leaked(), torch.ones(1))))
+    assert [(kept.name, kept.per_step) for kept in found.types] == [
+        ("torch.Tensor", 2.0),
+        (f"{__name__}.Leaked", 1.0),
+    ]
+
+
+def test_injected_leak_of_memory_is_found_without_objects():
+    kept: list[bytes] = []
+    found = growth(lambda: kept.append(b"x" * (16 * 1024 + len(kept))))
+    assert found.verdict == "leak of memory outside Python's objects"
+    assert found.objects_per_step == 0.0 and found.bytes_per_step == pytest.approx(16 * 1024, rel=0.3)
+
+
+def test_garbage_of_cycles_is_no_leak():
+    def make_cycle() -> None:
+        cycle: list[object] = []
+        cycle.append(cycle)
+
+    assert growth(make_cycle).verdict == "flat"
+
+
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+@pytest.mark.parametrize("impl", ["core", "torch", "local"])
+def test_steps_equal_those_of_plain_torch_and_keep_nothing(world: Any, impl: str, form: str):
+    workload = build_steps(form, 80, dispatch.Place(impl, world.mesh_of((8,)), CPU))
+    assert workload.check is not None and workload.counters is not None
+    (found,) = step_growths([Result("dispatch", "steps", impl, {}, "ok", counters=workload.counters())])
+    assert found.verdict == "flat"
+    assert workload.check() is None
+    with mock.patch.object(torch.optim.AdamW, "step", lambda self: None):
+        workload.run()
+    assert "parameter 0 are wrong" in str(workload.check())
 
 
 def test_tolerance_of_mismatch_is_relative_to_the_largest_value():

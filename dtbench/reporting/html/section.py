@@ -12,7 +12,6 @@ from typing import TypeVar
 import pandas as pd
 
 from dtbench.comparison.run_comparison import compare_runs
-from dtbench.records.host_time import SecondCall
 from dtbench.records.result import Result, Run, integer_param
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.changes import Changes, changes_of_comparison
@@ -21,7 +20,6 @@ from dtbench.reporting.html.sources import Sources
 from dtbench.stats.drops import drops_of
 from dtbench.stats.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
 from dtbench.stats.layout import shared_cores
-from dtbench.stats.second_calls import second_calls
 from dtbench.suite import Param
 from dtbench.text.table import Table
 
@@ -150,11 +148,6 @@ class Material:
     def results(self) -> Sequence[Result]:
         """The results of all runs."""
         return [result for run in self.sources.runs for result in run.results]
-
-    @cached_property
-    def second_calls(self) -> Sequence[SecondCall]:
-        """The second calls of ops whose sharding decisions were counted."""
-        return second_calls(self.results)
 
     @cached_property
     def shared_cores(self) -> str:

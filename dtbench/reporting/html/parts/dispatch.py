@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from dtbench.engine.findings import describe_added_time, describe_second_calls
+from dtbench.engine.findings import describe_added_time, describe_host_time
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.profile import CallStages, Stage
-from dtbench.reporting.host_time import cache_miss_table
+from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
@@ -16,7 +16,7 @@ from dtbench.reporting.html.parts.suites import (
     time_columns,
 )
 from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct
-from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, kind_of
+from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, is_cached, kind_of
 from dtbench.suite import STAGES
 from dtbench.suite.case import FLOOR
 from dtbench.text import columns
@@ -29,7 +29,7 @@ MAX_CASES = 4
 
 def fill(section: ReportSection, material: Material) -> None:
     cases, calls = material.cases("dispatch"), material.sources.calls
-    cached = [c for c in cases if c.get("call") not in ("first", "second", "busy")]
+    cached = [c for c in cases if is_cached(c.params)]
     busy = [c for c in cases if c.get("call") == "busy"]
     section.lead = "Time of one call on the host: the minimum of the samples. "
     if cached:
@@ -59,11 +59,9 @@ def fill(section: ReportSection, material: Material) -> None:
         )
         section.add(_table(cached, cases))
     elif cases:
-        section.add(_op_table("Every op: time of a first or second call", cases, folded=True))
-    section.add(cache_miss_table(material.second_calls))
-    section.notes += [
-        f"{words[0].upper()}{words[1:]}." for words in describe_second_calls(material.second_calls)
-    ]
+        section.add(_op_table("Every op: time per call, not cached", cases, folded=True))
+    section.add(*host_time_tables(material.results))
+    section.notes += [f"{line[0].upper()}{line[1:]}." for line in describe_host_time(material.results)]
     if busy and cached:
         section.add(
             _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
