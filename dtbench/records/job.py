@@ -197,6 +197,38 @@ class Waits(Struct, frozen=True, kw_only=True):
     unclear: Count = 0
 
 
+class Arrivals(Struct, frozen=True, kw_only=True):
+    """Time in one collective over one mesh dim, before and after the arrival of each call's last rank.
+
+    Covers the calls in steps that the traces of all ranks of a group show.
+
+    Attributes:
+        mesh_dim: name of the mesh dim.
+        collective: the name in nccl-tests.
+        group_size: number of ranks in its process groups.
+        calls: number of these calls.
+        time_s: time in these calls, summed over calls and ranks.
+        waiting_s: the part of time_s before the last rank's arrival.
+        clock_error_s: error of waiting_s, from the errors of the clocks; at most time_s.
+        longest_wait_s: time_s and waiting_s of the call that waits longest.
+        late_rank: the rank that causes most of waiting_s, more often than by chance; None if there is no such rank.
+        late_s: its mean delay after the median arrival of the others.
+        late_waiting_s: the part of waiting_s in calls at which it came last.
+    """
+
+    mesh_dim: str
+    collective: str
+    group_size: Count
+    calls: Count
+    time_s: Amount
+    waiting_s: Amount
+    clock_error_s: Amount = 0.0
+    longest_wait_s: tuple[Amount, Amount] = (0.0, 0.0)
+    late_rank: Count | None = None
+    late_s: Amount | None = None
+    late_waiting_s: Amount | None = None
+
+
 class Lane(Struct, frozen=True, kw_only=True):
     """Intervals of one activity of one rank in the drawn step.
 
@@ -251,6 +283,7 @@ class Job(Struct, frozen=True, kw_only=True):
         ranks: figures of each rank.
         collectives: calls of each rank by kind.
         waits: waiting times by mesh dim.
+        arrivals: times before and after the last arrival, by mesh dim and collective.
         aligned_by: how the ranks' clocks were aligned; "" if they were not.
         drawn_step: index of the step that `lanes` show; None without steps.
         drawn_s: end of the last interval in `lanes`.
@@ -269,6 +302,7 @@ class Job(Struct, frozen=True, kw_only=True):
     ranks: Annotated[tuple[RankJob, ...], Meta(min_length=1)]
     collectives: tuple[Collective, ...]
     waits: tuple[Waits, ...] = ()
+    arrivals: tuple[Arrivals, ...] = ()
     aligned_by: str = ""
     drawn_step: Count | None = None
     drawn_s: Amount = 0.0
@@ -327,6 +361,67 @@ class SavingEstimate(Struct, frozen=True):
     step_s: Amount
     saved_s: Amount
     share: Amount
+
+
+Bound = Literal["transfer", "arrival", "mixed", "inconclusive"]
+
+
+class BoundVerdict(Struct, frozen=True):
+    """Whether the transfer or the arrival of the last rank bounds one collective over one mesh dim.
+
+    Attributes:
+        mesh_dim: name of the mesh dim.
+        collective: the name in nccl-tests.
+        group_size: number of ranks in its process groups; None if unknown.
+        bound: what takes most of its time; "mixed" if neither does.
+        time_s: time in its calls in steps, summed over calls and ranks.
+        calls: number of calls that the verdict is based on.
+        waiting_share: share of the time before the last rank's arrival; None if unknown.
+        late_rank: the rank that causes most of the waiting, if it is a single one.
+        late_s: its mean delay after the median arrival of the others.
+        late_share: share of the time spent waiting for it.
+        slowdown: transfer time relative to the reference, over the calls that have one; None without a reference.
+        reference: the topology's mesh dim, or the public system, of the reference.
+        why: the reason if the verdict is inconclusive, or if no late rank is named.
+    """
+
+    mesh_dim: str
+    collective: str
+    group_size: Count | None
+    bound: Bound
+    time_s: Amount
+    calls: Count = 0
+    waiting_share: Amount | None = None
+    late_rank: Count | None = None
+    late_s: Amount | None = None
+    late_share: Amount | None = None
+    slowdown: Amount | None = None
+    reference: str = ""
+    why: str = ""
+
+    def __str__(self) -> str:
+        name = f"{self.mesh_dim} {self.collective}"
+        if self.bound == "inconclusive":
+            return f"what bounds {name} is inconclusive: {self.why}"
+        source = "calibrated" if self.reference.startswith("dim ") else "published"
+        slowdown = f"{format_ratio(self.slowdown)} the {source} time of {self.reference}" * bool(
+            self.reference
+        )
+        waiting = f"{self.waiting_share or 0:.0%} of its time is waiting"
+        if self.late_rank is None:
+            waiting += " for the last rank" + f" ({self.why})" * bool(self.why)
+        else:
+            mostly = ", mostly" * (f"{self.late_share or 0:.0%}" != f"{self.waiting_share or 0:.0%}")
+            waiting += f"{mostly} for rank {self.late_rank}, which comes {format_seconds(self.late_s)} late"
+        if self.bound == "transfer":
+            return f"{name} is bound by transfer: " + (
+                f"it takes {slowdown}"
+                if slowdown
+                else f"{1 - (self.waiting_share or 0):.0%} of its time is transfer"
+            )
+        if self.bound == "arrival":
+            return f"{name} is bound by arrival: {waiting}"
+        return f"{name} is mixed: {waiting}, and the rest is transfer" + f", {slowdown}" * bool(slowdown)
 
 
 class LateRank(Struct, frozen=True):
@@ -441,6 +536,7 @@ class JobAnalysis(Struct, frozen=True):
         compared_ranks: ranks that all recordings of base and head have.
         volumes: bytes compared with what the layout requires.
         late_ranks: ranks that cause most of the exposed communication of the others, the latest first.
+        bounds: what bounds each collective, those with the most time first.
     """
 
     exit_code: Count
@@ -451,3 +547,4 @@ class JobAnalysis(Struct, frozen=True):
     compared_ranks: tuple[Count, ...] = ()
     volumes: tuple[VolumeComparison, ...] = ()
     late_ranks: tuple[LateRank, ...] = ()
+    bounds: tuple[BoundVerdict, ...] = ()

@@ -13,7 +13,15 @@ from dtbench.records.comparison import Verdict
 from dtbench.records.job import CallKind, Collective, Job, JobAnalysis, RankJob, TimeChange
 from dtbench.text import terminal
 from dtbench.text.table import Table, TableColumn
-from dtbench.text.units import MISSING, format_bandwidth, format_bytes, format_change, format_seconds, plural
+from dtbench.text.units import (
+    MISSING,
+    format_bandwidth,
+    format_bytes,
+    format_change,
+    format_ratio,
+    format_seconds,
+    plural,
+)
 
 # Largest numbers of rows and sentences on a terminal.
 MOST_RANKS, MOST_COLLECTIVES, MOST_CALLS = 16, 12, 2
@@ -76,10 +84,16 @@ def _waiting_in_calls(job: Job) -> str:
 
 
 def findings(job: Job, analysis: JobAnalysis) -> list[str]:
-    """Returns the most important sentences: slower or faster parts, changed calls, late ranks, and the headline."""
+    """Returns the most important sentences.
+
+    These are slower or faster parts, changed calls, what bounds the collective with the most time if waiting is known,
+    late ranks, and the headline.
+    """
     sentences = [
         *(_change(r) for r in analysis.time_changes if r.verdict in (Verdict.SLOWER, Verdict.FASTER)),
-        *map(str, (*analysis.call_changes[:MOST_CALLS], *analysis.late_ranks)),
+        *map(str, analysis.call_changes[:MOST_CALLS]),
+        *(str(verdict) for verdict in analysis.bounds[:1] if verdict.calls),
+        *map(str, analysis.late_ranks),
     ]
     return [*(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences), headline(job)[1]]
 
@@ -91,7 +105,7 @@ def _change(row: TimeChange) -> str:
 
 
 def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Table]:
-    """Returns the tables by mesh dim, by collective and by rank.
+    """Returns the tables of verdicts, by mesh dim, by collective and by rank.
 
     Args:
         screen: show only the most expensive collectives and the `extremes` of the ranks.
@@ -100,6 +114,7 @@ def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Tab
     return [
         table
         for table in (
+            _bounds(job, analysis, screen),
             _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
             _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
             _ranks(job, screen),
@@ -128,6 +143,32 @@ def _percent(share: float | None) -> str:
 
 def _distinct(values: Iterable[object]) -> str:
     return ", ".join(sorted({"?" if value is None else str(value) for value in values}))
+
+
+def _bounds(job: Job, analysis: JobAnalysis, screen: bool) -> Table:
+    shown = analysis.bounds[: MOST_COLLECTIVES if screen else None]
+    total_s = sum(row.time_s for row in analysis.bounds) or 1
+    rows = [
+        [
+            row.mesh_dim,
+            row.collective,
+            row.bound,
+            _percent(row.time_s / total_s),
+            _percent(row.waiting_share),
+            "" if row.late_rank is None else str(row.late_rank),
+            format_seconds(row.late_s),
+            format_ratio(row.slowdown),
+            str(row.calls or ""),
+            row.why,
+        ]
+        for row in shown
+    ]
+    return _table(
+        f"What bounds each collective, {len(shown)} of {len(analysis.bounds)} by time",
+        job,
+        "Mesh dim,Collective,Bound by,>of communication,>waiting,>Late rank,>late by,>transfer/calibrated,>calls,Why",
+        rows,
+    )
 
 
 def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:

@@ -19,6 +19,7 @@ from dtbench.traces.analysis import (
     compare_recordings,
     estimate_savings,
 )
+from dtbench.traces.arrivals import judge_bounds
 
 MIB = 2**20
 
@@ -266,4 +267,5 @@ def test_job_analysis_round_trips_through_json():
     assert (analysis.exit_code, len(analysis.links), len(analysis.call_changes)) == (1, 1, 1)
     assert len(analysis.savings) == 2
     assert msgspec.json.decode(msgspec.json.encode(analysis), type=JobAnalysis) == analysis
-    assert analyze(job) == JobAnalysis(exit_code=0, savings=tuple(estimate_savings(job, ())))
+    alone = JobAnalysis(exit_code=0, savings=tuple(estimate_savings(job, ())), bounds=judge_bounds(job, ()))
+    assert analyze(job) == alone

@@ -25,6 +25,7 @@ from dtbench.records.job import (
 )
 from dtbench.records.topology import CalibratedTopology
 from dtbench.text.units import format_size
+from dtbench.traces.arrivals import judge_bounds
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
 
 # A rank is late only if its extra time outside exposed communication reaches two limits, chosen by hand. They are
@@ -51,6 +52,7 @@ def analyze(job: Job, topology: Topology | None = None, bases: Sequence[Job] = (
         links=links,
         savings=tuple(estimate_savings(job, links)),
         late_ranks=find_late_ranks(job),
+        bounds=judge_bounds(job, links),
     )
 
 

@@ -20,13 +20,13 @@ from statistics import fmean, median
 import numpy as np
 
 from dtbench.grouping import group_by
-from dtbench.records.job import Waits
+from dtbench.records.job import Arrivals, Waits
+from dtbench.traces.arrivals import TimedCall, sum_arrivals
+from dtbench.traces.communication import SYNCHRONIZING
 from dtbench.traces.rank_trace import RankTrace
 
-# No rank leaves these before all ranks have arrived. A broadcast's root, or a sender, may leave long before.
-SYNCHRONIZING = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
-# Ranks with the same host name share a clock, unless their end times differ by more than SAME_HOST_US. With gloo, end
-# times on one host differ by less than that. Each process converts the CPU's counter to time separately, with an error
+# Ranks with the same host name share a clock, unless their end times differ by more than SAME_HOST_US; on gloo, by more
+# than that beyond the transfer time. Each process converts the CPU's counter to time separately, with an error
 # well below SAME_CLOCK_US.
 SAME_HOST_US, SAME_CLOCK_US = 5e3, 20.0
 # Identifies a call across ranks: group members, group name, collective, the kind of number ("seq" or "nth") and the
@@ -45,6 +45,7 @@ class AlignedJob:
         error_us: rank -> estimated error of that offset.
         unaligned: ranks that share neither a collective nor a host with the first rank; their offset is arbitrary.
         waits: waiting times by mesh dim.
+        arrivals: times before and after the last arrival, by mesh dim and collective.
         transfer_us: (rank, index of its call) -> microseconds from the last arrival to the end of the call.
         method: how the clocks were aligned; "" without matched collectives.
     """
@@ -53,6 +54,7 @@ class AlignedJob:
     error_us: dict[int, float] = field(default_factory=dict)
     unaligned: set[int] = field(default_factory=set)
     waits: list[Waits] = field(default_factory=list)
+    arrivals: list[Arrivals] = field(default_factory=list)
     transfer_us: dict[tuple[int, int], float] = field(default_factory=dict)
     method: str = ""
 
@@ -120,10 +122,12 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
         offset = float(np.median(used[:, 1]))
         # The factor makes the median absolute deviation the sigma of a normal distribution.
         scatter = float(np.median(np.abs(used[:, 1] - offset))) * 1.4826
-        error = max(scatter, 0.0 if on_gpu else float(np.median(used[:, 0])))
+        transfer = 0.0 if on_gpu else float(np.median(used[:, 0]))
+        error = max(scatter, transfer)
         error = error if len(differences) > 2 else float("inf")
         same_clock_offset, host = by_rank[b].zero_us - by_rank[a].zero_us, by_rank[a].host
-        if host and host == by_rank[b].host and abs(offset - same_clock_offset) < 3 * scatter + SAME_HOST_US:
+        largest = 3 * scatter + transfer + SAME_HOST_US
+        if host and host == by_rank[b].host and abs(offset - same_clock_offset) < largest:
             offset, error = same_clock_offset, SAME_CLOCK_US
         neighbors.setdefault(a, []).append((b, offset, error))
         neighbors.setdefault(b, []).append((a, -offset, error))
@@ -153,8 +157,8 @@ def _find_offsets(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: 
 def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: AlignedJob) -> None:
     """Measures transfer times and, over each mesh dim, waiting times. Uses calls that all ranks of a group recorded."""
     by_rank = {trace.rank: trace for trace in traces}
-    # Mesh dim and group size -> for each collective the arrival times and the median end time.
-    dims = defaultdict[tuple[str, int], list[tuple[dict[int, float], float]]](list)
+    # Mesh dim, collective and group size -> its calls in steps.
+    timed_calls = defaultdict[tuple[str, str, int], list[TimedCall]](list)
     in_steps = {trace.rank: trace.steps.contain([call.issued for call in trace.calls]) for trace in traces}
     for indices in matched.values():
         calls = {rank: by_rank[rank].calls[index] for rank, index in indices.items()}
@@ -171,40 +175,58 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
         if collective in (*SYNCHRONIZING, "broadcast") and all(
             in_steps[rank][index] for rank, index in indices.items()
         ):
-            end = median(call.end + aligned.offset_us[rank] for rank, call in calls.items())
-            dims[group.mesh_dim, len(indices)].append((arrivals, end))
+            durations_us = {rank: call.end - call.start for rank, call in calls.items()}
+            last, time_us = max(arrivals, key=arrivals.__getitem__), sum(durations_us.values())
+            timed_calls[group.mesh_dim, collective, len(indices)].append(
+                TimedCall(
+                    arrivals=arrivals,
+                    end=median(call.end + aligned.offset_us[rank] for rank, call in calls.items()),
+                    time_us=time_us,
+                    waiting_us=time_us - sum(aligned.transfer_us[call] for call in indices.items()),
+                    clock_error_us=sum(
+                        min(aligned.error_us[rank] + aligned.error_us[last], durations_us[rank])
+                        for rank in calls.keys() - {last}
+                    ),
+                )
+            )
     aligned.waits = [
-        _sum_waits(*dim, collectives, aligned.error_us) for dim, collectives in sorted(dims.items())
+        _sum_waits(*dim, [call for kind in kinds for call in timed_calls[kind]], aligned.error_us)
+        for dim, kinds in sorted(group_by(timed_calls, lambda kind: (kind[0], kind[2])).items())
+    ]
+    aligned.arrivals = [
+        sum_arrivals(*kind, calls, aligned.error_us)
+        for kind, calls in sorted(timed_calls.items())
+        if kind[1] in SYNCHRONIZING
     ]
 
 
 def _sum_waits(
     mesh_dim: str,
     group_size: int,
-    collectives: Sequence[tuple[Mapping[int, float], float]],
+    calls: Sequence[TimedCall],
     error_us: Mapping[int, float],
 ) -> Waits:
     """Sums the waiting times over one mesh dim.
 
     Args:
-        collectives: for each, the aligned arrival time of each rank, and the median end time.
+        calls: the collectives over it.
         error_us: rank -> error of its clock offset.
     """
     waiting_us = defaultdict[int, float](float)
     late_us = defaultdict[int, list[float]](list)
-    for arrivals, _ in collectives:
-        *earlier, last = sorted(arrivals, key=arrivals.__getitem__)
-        for rank in earlier:
-            waiting_us[rank] += arrivals[last] - arrivals[rank]
-        if arrivals[last] - arrivals[earlier[-1]] > error_us[last] + error_us[earlier[-1]]:
-            late_us[last].append(arrivals[last] - median(arrivals[rank] for rank in earlier))
+    for call in calls:
+        last_arrival = max(call.arrivals.values())
+        for rank, arrival in call.arrivals.items():
+            waiting_us[rank] += last_arrival - arrival
+        if late := call.late_rank(error_us):
+            late_us[late[0]].append(late[1])
     return Waits(
         mesh_dim=mesh_dim,
         group_size=group_size,
-        calls=len(collectives),
+        calls=len(calls),
         waiting_s={str(rank): us / 1e6 for rank, us in sorted(waiting_us.items())},
-        transfer_s=sum(max(end - max(arrivals.values()), 0.0) for arrivals, end in collectives) / 1e6,
+        transfer_s=sum(max(call.end - max(call.arrivals.values()), 0.0) for call in calls) / 1e6,
         last_counts={str(rank): len(us) for rank, us in sorted(late_us.items())},
         late_s={str(rank): fmean(us) / 1e6 for rank, us in sorted(late_us.items())},
-        unclear=len(collectives) - sum(map(len, late_us.values())),
+        unclear=len(calls) - sum(map(len, late_us.values())),
     )

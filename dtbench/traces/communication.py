@@ -25,6 +25,8 @@ NO_COLLECTIVE = re.compile(
 # underscores. The first match counts, so longer names come first.
 _NAMES = "barrier reduce_scatter all_reduce all_gather all_to_all send_recv broadcast scatter gather reduce send recv"
 _NAME_BY_LETTERS = {name.replace("_", ""): name for name in (*_NAMES.split(), "coalesced")}
+# No rank leaves these before all ranks have arrived. A broadcast's root, or a sender, may leave long before.
+SYNCHRONIZING = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 # Bytes per element -> torch's dtypes.
 _DTYPES = {
     1: "int8 uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu",

@@ -26,8 +26,7 @@ from dtbench.errors import UnreadableRunError, UsageError
 from dtbench.fields import Amount, Count, Real, Whole
 from dtbench.records.job import Collective, Job, RankJob
 from dtbench.records.read import read_lines
-from dtbench.traces.clock_alignment import SYNCHRONIZING
-from dtbench.traces.communication import bus_bandwidth, name_mesh_dim, parse_collective
+from dtbench.traces.communication import SYNCHRONIZING, bus_bandwidth, name_mesh_dim, parse_collective
 from dtbench.traces.kineto import printable
 
 EXPECTED = "JSON lines of NCCL's inspector (NCCL_INSPECTOR_ENABLE=1, without NCCL_INSPECTOR_PROM_DUMP)"

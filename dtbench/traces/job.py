@@ -124,6 +124,7 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
             for row in sorted(_collectives(trace, aligned), key=lambda row: -row.time_s)
         ),
         waits=tuple(aligned.waits),
+        arrivals=tuple(aligned.arrivals),
         aligned_by=aligned.method,
         drawn_step=drawn_step,
         drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
