@@ -6,7 +6,7 @@
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtbench_core.bucketer import BucketError, ReduceScatterBucketer
-from dtbench_core.comm import CommCount, count_collectives
+from dtbench_core.comm import CommCount, all_to_all_single_autograd, count_collectives
 from dtbench_core.comm_tensor import CommTensor
 from dtbench_core.dispatch.agreement import check_ranks
 from dtbench_core.dispatch.contexts import (

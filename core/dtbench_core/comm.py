@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtbench_core import torch_compat
 from dtbench_core.errors import ArgumentError
@@ -317,6 +318,64 @@ def exchanged(
     output = input.new_empty(shape)
     all_to_all(output, input, group, output_splits, input_splits)
     return output
+
+
+def all_to_all_single_autograd(
+    self: torch.Tensor,
+    output_split_sizes: list[int] | None,
+    input_split_sizes: list[int] | None,
+    group: Group | DeviceMesh | tuple[DeviceMesh, int] | str,
+    tag: str = "",
+) -> torch.Tensor:
+    """Sends parts of dim 0 to the ranks of a group, as experts do in dispatch and combine. Waits for the result.
+
+    The gradient is sent back by an all-to-all with the splits exchanged, so all ranks must run the backward pass. The
+    name and the arguments are those of torch.distributed._functional_collectives.
+
+    Args:
+        self: (rows, ...), the parts for ranks 0, 1, ... one after the other. Need not be contiguous.
+        output_split_sizes: rows to receive from each rank. None, for both splits, means equal parts.
+        input_split_sizes: rows to send to each rank. May contain 0.
+        group: a process group or its name, a one-dimensional mesh, or a mesh with the number of its dim.
+        tag: ignored; torch has it.
+
+    Returns:
+        (sum of output_split_sizes, ...), the parts from ranks 0, 1, ... one after the other.
+
+    Raises:
+        ArgumentError: the splits do not fit the group, the tensor or each other.
+    """
+    if isinstance(group, (DeviceMesh, tuple)):
+        mesh, dim = group if isinstance(group, tuple) else (group, None)
+        group = mesh.get_group(dim)
+    elif isinstance(group, str):
+        group = torch_compat.resolve_group(group)
+    n, rank, rows = group.size(), group.rank(), self.size(0)
+    equal = [rows // n] * n if rows % n == 0 and output_split_sizes is input_split_sizes is None else []
+    outputs, inputs = output_split_sizes or equal, input_split_sizes or equal
+    if not len(outputs) == len(inputs) == n or sum(inputs) != rows or inputs[rank] != outputs[rank]:
+        raise ArgumentError(
+            f"all_to_all_single_autograd got output_split_sizes={output_split_sizes} and "
+            f"input_split_sizes={input_split_sizes} for {rows} rows on rank {rank} of {n}: expected two lists of {n} "
+            "numbers, of which the second adds up to the rows and both have the same number for this rank; or None "
+            "for both and a multiple of the ranks"
+        )
+    return cast("torch.Tensor", _AllToAll.apply(self, outputs, inputs, group))
+
+
+class _AllToAll(torch.autograd.Function):
+    """An all-to-all whose backward pass is the all-to-all with the splits exchanged."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, outputs: Sequence[int], inputs: Sequence[int], group: Group
+    ) -> torch.Tensor:
+        ctx.reverse = (inputs, outputs, group)
+        return exchanged(packed(input), (sum(outputs), *input.shape[1:]), group, outputs, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _AllToAll.apply(grad, *ctx.reverse), None, None, None
 
 
 # Tag of messages between two ranks. gloo's collectives use separate slots.

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import click
@@ -61,11 +60,10 @@ def show_command(
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other: give one of them")
     files = [path for path in runs if path.exists()]
-    read_file = partial(read_run, with_samples=not as_json)  # JSON omits samples
-    read = [read_file(path) for path in files]
+    read = [read_run(path) for path in files]
     suites = {suite for run in read for suite in run.header.suites}
     targets = [path for path in runs if path not in files]
-    read += [read_file(path) for path in targets if path.parts[0] not in suites]  # raises for a missing file
+    read += [read_run(path) for path in targets if path.parts[0] not in suites]  # raises for a missing file
     lines = [" ".join([*target.parts, line]) for target in targets for line in filter.split("\n")]
     read = choose(read, "\n".join(lines) or filter, sort)
     if as_csv:

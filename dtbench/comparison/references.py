@@ -287,7 +287,7 @@ def _groups(run: Run) -> Iterator[tuple[str, int, int | None]]:
     """Yields (name, ranks, hosts per group) of each mesh dim with results; hosts are None if not recorded."""
     mesh = run.header.mesh
     hosts = {layout.name: layout.hosts_per_group for layout in layout_of(run.header)}
-    measured = {r.params.get("mesh_dim") for r in run.ok("collectives")}
+    measured = {r.params.get("mesh_dim") for r in run.collectives()}
     for name, size in zip(mesh.dim_names, mesh.shape, strict=True):
         if name in measured and size > 1:
             # If groups span different numbers of hosts, the largest counts, since that group is the slowest.
@@ -329,7 +329,7 @@ def _rows(run: Run, dim: str, system: System) -> Iterator[ReferenceRow]:
     # There are no published measurements of groups that run at the same time and may share links.
     is_single_group = mesh.shape[mesh.dim_names.index(dim)] == math.prod(mesh.shape)
     results_of_dim = (
-        r for r in run.ok("collectives") if r.size_bytes and r.busbw_Bps and r.params.get("mesh_dim") == dim
+        r for r in run.collectives() if r.size_bytes and r.busbw_Bps and r.params.get("mesh_dim") == dim
     )
     for (name, dtype, size), results in sorted(
         group_by(results_of_dim, lambda r: (r.name, str(r.params.get("dtype")), r.size_bytes or 0)).items()

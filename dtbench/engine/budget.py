@@ -1,12 +1,14 @@
 """Chooses the cases that fit into a time, and the order to measure them in (`dtbench run --budget`).
 
-Every suite gets the same share of the time that it would take. It first measures its headline cases, then the ends and
-the middle of each curve, then further sizes, each for all curves before the next. The ends and the middle are measured
-together or not at all, since a line needs three points. Cases without a size are spread over the suite's list.
+Every suite gets the same share of the time that it would take, without cases that come last (`Suite.budget_priority`).
+It first measures its headline cases, then the ends and the middle of each curve, then further sizes, each for all
+curves before the next. The ends and the middle are measured together or not at all, since a line needs three points.
+Cases without a size are spread over the suite's list.
 
 All ranks use the same order; only rank 0 reads a clock.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -87,7 +89,7 @@ def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
         lambda task: (task.case.name, *((k, v) for k, v in task.case.params.items() if k not in _SWEPT)),
     )
     sweeps = any(len(points) > 2 for points in curves.values())
-    ranked: list[tuple[int, int, list[Task]]] = []
+    ranked: list[tuple[float, int, list[Task]]] = []
     for curves_of_name in group_by(curves.values(), lambda points: points[0].case.name).values():
         for position, curve_index in enumerate(coarse_to_fine(len(curves_of_name))):
             points = curves_of_name[curve_index]
@@ -95,13 +97,19 @@ def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
             ordered = [points[index] for index in coarse_to_fine(len(points))]
             priority = points[0].suite.budget_priority
             # Cases that accompany a sweep follow three sizes of the sweep itself.
-            first = int(not (priority(points[0].case) if priority else not sweeps or len(points) > 1))
+            is_first = priority(points[0].case) if priority else not sweeps or len(points) > 1
+            first = math.inf if is_first is None else int(not is_first)
             ranked.append((first, position, ordered[:_LINE]))
-            ranked += [(size, position, [task]) for size, task in enumerate(ordered[_LINE:], first + 1)]
+            ranked += [(first + size, position, [task]) for size, task in enumerate(ordered[_LINE:], 1)]
     return [
         *([headline] if headline else []),
         *(unit for *_, unit in sorted(ranked, key=lambda rank: rank[:2])),
     ]
+
+
+def _has_share(task: Task) -> bool:
+    priority = task.suite.budget_priority
+    return priority is None or priority(task.case) is not None
 
 
 def coarse_to_fine(count: int) -> Iterator[int]:
@@ -136,7 +144,7 @@ class Deadlines:
         self._quick = quick
         self._units = {id(unit[0].case): unit for unit in _units(tasks)}
         self._remaining_s = {
-            suite: estimate_s(suite_tasks, quick)
+            suite: estimate_s([*filter(_has_share, suite_tasks)] or suite_tasks, quick)
             for suite, suite_tasks in group_by(tasks, lambda task: task.suite.name).items()
         }
         self._suite = ""

@@ -70,7 +70,7 @@ def next_commands(run: Run) -> list[str]:
     path = run.path
     has_failures = any(r.status in ("failed", "wrong") for r in run.results)
     commands = [f"dtbench show {path}" + ("  # with the reasons of failures" if has_failures else "")]
-    if any(r.params.get("groups") == "together" for r in run.ok("collectives")):
+    if any(r.params.get("groups") == "together" for r in run.collectives()):
         commands.append(f"dtbench calibrate {path} -o {path.with_suffix('.topology.json')}")
     if run.ok("bucketer"):
         commands.append(f"dtbench calibrate {path}")

@@ -18,7 +18,7 @@ from dtbench.grouping import group_by
 from dtbench.records.result import Result
 from dtbench.stats import quantile
 from dtbench.stats.layout import from_last_arrival_s
-from dtbench.suite import Case, Param, RunOptions
+from dtbench.suite import ROUTING, Case, Param, RunOptions
 from dtbench.suite.mesh import groups_in
 
 MISS = math.log(1.10)
@@ -31,8 +31,9 @@ CurveKey = tuple[str, tuple[tuple[str, Param], ...]]  # the name and params of i
 
 
 def is_calibrated_with(item: Case | Result) -> bool:
-    """Whether calibration uses the case: all groups of the mesh dim at once, each call awaited."""
-    return (item.params.get("groups"), item.params.get("mode")) == ("together", "isolated")
+    """Whether calibration uses the case: equal parts, all groups of the mesh dim at once, each call awaited."""
+    params = item.params
+    return ROUTING not in params and (params.get("groups"), params.get("mode")) == ("together", "isolated")
 
 
 def sizes_between(

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,7 @@ def agreement_of(selection: Selection) -> dict[str, str]:
     request, options = selection.request, selection.options
     codes = (getattr(suite.cases, "__code__", None) for suite in selection.suites)
     files = {Path(code.co_filename) for code in codes if code}
+    files |= {Path(value) for value in options.options.values() if os.path.isfile(value)}  # noqa: PTH113 - Path.is_file raises if a name is too long
     listed = [f"{task.label} {','.join(task.impls)}" for task in selection.tasks]
     return {
         "suites": " ".join(selection.suite_names),

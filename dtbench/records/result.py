@@ -14,7 +14,7 @@ import msgspec
 
 from dtbench.fields import MAX_INT, Amount, Count, Name, Whole
 from dtbench.records.timing import Timing
-from dtbench.suite.case import Case, ClockKind, Estimator, Param
+from dtbench.suite.case import ROUTING, Case, ClockKind, Estimator, Param
 from dtbench.suite.mesh import MAX_RANKS
 
 SCHEMA = 1
@@ -326,3 +326,7 @@ class Run:
     def ok(self, suite: str) -> list[Result]:
         """Returns the suite's valid results that have a time."""
         return [r for r in self.results if r.suite == suite and r.status == "ok" and r.time_s is not None]
+
+    def collectives(self) -> list[Result]:
+        """Returns the valid results of the suite `collectives` in which all ranks send equal parts."""
+        return [r for r in self.ok("collectives") if ROUTING not in r.params]

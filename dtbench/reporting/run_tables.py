@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
+from dtbench.cost.routing_cost import routing_costs
 from dtbench.engine.findings import describe_host_time, describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
@@ -22,6 +23,7 @@ from dtbench.errors import UsageError
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
 from dtbench.reporting.host_time import host_time_tables
+from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
 from dtbench.stats.second_calls import second_calls
@@ -75,7 +77,7 @@ def _print_results(console: Console, run: Run) -> None:
             terminal.print_line(console, "")
         _print_suite(console, suite, run, results)
     terminal.print_rest(console, len(suites), "suites", _ALL, terminal.MAX_TABLES)
-    for table in host_time_tables(run.results):
+    for table in (*host_time_tables(run.results), *answer_tables([run])):
         terminal.print_line(console, "")
         terminal.print_line(console, table.caption, "bold")
         terminal.print_table(console, table.columns)
@@ -315,6 +317,7 @@ def _run_json(run: Run) -> dict[str, object]:
         "second_calls": msgspec.to_builtins(second_calls(run.results)),
         "step_growths": msgspec.to_builtins(step_growths(run.results)),
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
+        "routing_costs": msgspec.to_builtins(routing_costs([run])),
     }
 
 

@@ -25,6 +25,8 @@ from dtbench.stats.order import (
     interval,
     order_statistic,
     resample,
+    resampled_ratio,
+    variants,
 )
 from dtbench.stats.rank_tests import (
     FAMILY_P,
@@ -65,10 +67,12 @@ __all__ = [
     "quantile",
     "rank_test",
     "resample",
+    "resampled_ratio",
     "signed_rank_p",
     "significance_level",
     "suggests_drift",
     "suite_drifts",
     "summarize",
     "timing_quantiles",
+    "variants",
 ]

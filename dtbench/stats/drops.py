@@ -14,6 +14,7 @@ from statistics import median
 from dtbench.grouping import group_by
 from dtbench.records.result import Result
 from dtbench.records.topology import BandwidthDrop
+from dtbench.suite import ROUTING
 
 SUITES = ("collectives", "collectives_other")
 
@@ -94,7 +95,11 @@ def _latency(sizes: Sequence[float], times: Sequence[float], last: int) -> float
 
 def drops_of(results: Iterable[Result]) -> list[BandwidthDrop]:
     """Finds the drops in the curves of bus bandwidth over size, the median over launches at each size."""
-    timed = (r for r in results if r.suite in SUITES and r.status == "ok" and r.busbw_Bps and r.size_bytes)
+    timed = (
+        r
+        for r in results
+        if r.suite in SUITES and r.status == "ok" and r.busbw_Bps and r.size_bytes and ROUTING not in r.params
+    )
     curves = group_by(timed, lambda r: (r.name, r.impl, tuple(p for p in r.case_key[3] if p[0] != "size")))
     curves_with = Counter(param for *_, params in curves for param in params)
     drops = []

@@ -1,17 +1,22 @@
-"""Quantiles of samples, the estimate of a launch, and intervals from bootstrap replicates."""
+"""Quantiles of samples, the estimate of a launch, intervals from bootstrap replicates, and ratios of variants."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dtbench.grouping import group_by
-from dtbench.records.result import Result, estimator_of
+from dtbench.records.comparison import Change
+from dtbench.records.result import Result, Run, estimator_of
 from dtbench.records.timing import SHARES, summarize
 from dtbench.suite import Case
 
 _K = TypeVar("_K", bound=Hashable)
+# Coverage of the interval of a variant's ratio, and its number of replicates. These determine the 2.5% quantile to half
+# a percent.
+VARIANT_CONFIDENCE, REPLICATES = 0.95, 1000
 
 
 def order_statistic(values: Collection[float], share: float) -> float:
@@ -100,3 +105,77 @@ def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated
             method="linear" if interpolated else "inverted_cdf",
         )
     )
+
+
+class Variant(NamedTuple):
+    """A variant of a case, compared with the base variant that the same launches measured.
+
+    Attributes:
+        result: the result of its first launch.
+        time_s: seconds, median over launches.
+        change: time / time of the base variant, with its 95% interval; None for the base itself, or without one.
+    """
+
+    result: Result
+    time_s: float
+    change: Change | None
+
+
+def variants(runs: Iterable[Run], suite: str, param: str, base: str) -> Iterator[Variant]:
+    """Yields the cases of a suite that have the param, each compared with the case that differs in this param alone.
+
+    Args:
+        base: value of the param that the others are compared with.
+    """
+    timed = (
+        ((run.header.run_id, result.launch), result)
+        for run in runs
+        for result in run.ok(suite)
+        if param in result.params and result.size_bytes and result.estimate_s
+    )
+    by_case = {
+        key: dict(entries)
+        for key, entries in group_by(
+            timed,
+            lambda entry: (
+                (entry[1].name, tuple(p for p in entry[1].case_key[3] if p[0] != param)),
+                str(entry[1].params[param]),
+            ),
+        ).items()
+    }
+    for (case, value), launches in by_case.items():
+        change = resampled_ratio(by_case.get((case, base), {}), launches) if value != base else None
+        times = [result.estimate_s or 0.0 for result in launches.values()]
+        yield Variant(next(iter(launches.values())), median(times), change)
+
+
+def resampled_ratio(
+    base: Mapping[tuple[str, int], Result], head: Mapping[tuple[str, int], Result]
+) -> Change | None:
+    """Estimates head / base as the median over the launches that measured both; None if no launch did.
+
+    The interval is a percentile bootstrap (Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13).
+    It resamples the launches and, within each, the samples of both cases. The ranks of a launch measure both cases, so
+    what distinguishes the launches cancels in the ratio. Few launches, one above all, give too narrow an interval.
+
+    Args:
+        base: (run_id, launch) -> result with a time above 0. Without samples, the ratio has no interval.
+        head: the same for head.
+    """
+    rng = np.random.default_rng(0)
+    pairs = [(base[launch], head[launch]) for launch in base if launch in head]
+    if not pairs:
+        return None
+    ratio = median((b.estimate_s or 0.0) / (a.estimate_s or 1.0) for a, b in pairs)
+    if any(min(a.samples_s, default=0.0) <= 0 or not b.samples_s for a, b in pairs):
+        return Change(ratio=ratio, pairs=len(pairs))
+    ratios = np.array([_replicates(b, rng) / _replicates(a, rng) for a, b in pairs])  # (launches, replicates)
+    drawn = np.take_along_axis(ratios, rng.integers(len(pairs), size=ratios.shape), axis=0)
+    low, high = interval(np.median(drawn, axis=0), VARIANT_CONFIDENCE).tolist()
+    return Change(ratio=ratio, low=low, high=high, confidence=VARIANT_CONFIDENCE, pairs=len(pairs))
+
+
+def _replicates(result: Result, rng: np.random.Generator) -> Array:
+    """Returns the launch's estimate for each resampling of its samples: (replicates,)."""
+    samples = resample(np.asarray(result.samples_s), REPLICATES, rng)
+    return np.asarray(np.quantile(samples, SHARES[estimator_of(result)], axis=1))

@@ -6,6 +6,7 @@ A suite imports from here: `from dtbench.suite import Case, RunOptions, Workload
 from dtbench.suite.case import (
     CHOOSABLE_IMPLS,
     IMPL_WORDS,
+    ROUTING,
     STAGES,
     Case,
     ClockKind,
@@ -20,6 +21,7 @@ from dtbench.suite.registry import Refinement, World, suite, sweep
 __all__ = [
     "CHOOSABLE_IMPLS",
     "IMPL_WORDS",
+    "ROUTING",
     "STAGES",
     "Case",
     "ClockKind",

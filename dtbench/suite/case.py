@@ -38,6 +38,9 @@ CHOOSABLE_IMPLS = ("core", "torch")
 # WHOLE: plain torch does the work of all ranks on one rank, without communication. It is not a lower bound, since
 # distributed ranks each have less work.
 FLOOR, WHOLE = "local", "whole"
+# The param of collectives in which ranks send each other unequal parts. It distinguishes their cases from those of
+# equal parts, which alone are calibrated, refined, and compared with references.
+ROUTING = "routing"
 # Descriptions of the impls, for tables and reports.
 IMPL_WORDS = {
     "core": "dtbench core",

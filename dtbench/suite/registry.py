@@ -129,8 +129,9 @@ class Suite:
             `RunOptions.options`, which the suite checks.
         by_default: whether `dtbench run` measures it if no suite is named.
         refinement: how to add cases while measuring.
-        budget_priority: for a case: whether --budget measures three sizes of its curve before the suite's other cases.
-            Default: every case with several sizes.
+        budget_priority: for a case: whether --budget measures three sizes of its curve before the suite's other cases;
+            None for a case that comes last and for which the suite gets no share of the time. Default: every case with
+            several sizes.
         impl_s: estimated seconds per impl of a case, in a full run and with --quick. They include set-up and checks but
             not the time for sending bytes.
     """
@@ -142,7 +143,7 @@ class Suite:
     options: Mapping[str, str] = field(default_factory=dict)
     by_default: bool = True
     refinement: Refinement | None = None
-    budget_priority: Callable[[Case], bool] | None = None
+    budget_priority: Callable[[Case], bool | None] | None = None
     impl_s: tuple[float, float] = (0.1, 0.06)
 
     def __post_init__(self) -> None:
@@ -175,7 +176,7 @@ def suite(
     options: Mapping[str, str] | None = None,
     by_default: bool = True,
     refinement: Refinement | None = None,
-    budget_priority: Callable[[Case], bool] | None = None,
+    budget_priority: Callable[[Case], bool | None] | None = None,
     impl_s: tuple[float, float] = (0.1, 0.06),
 ) -> Callable[[Callable[[RunOptions], Iterator[Case]]], Suite]:
     """Registers a generator of cases as the suite `name`; see `Suite` for the arguments."""

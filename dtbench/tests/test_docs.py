@@ -57,7 +57,7 @@ def _check_options(words: list[str]) -> None:
         command = command.get_command(click.Context(command), arguments.pop(0))
     assert command is not None, f"{words}: no command {name}"
     names = {option for param in command.params for option in (*param.opts, *param.secondary_opts)}
-    names |= {"--topology", "--mode", "--ops"} if name == "run" else set()  # of suites
+    names |= {"--topology", "--mode", "--ops", "--routing"} if name == "run" else set()  # of suites
     given = {word.partition("=")[0] for word in arguments if word.startswith("-")}
     assert not given - names, f"{words}: {sorted(given - names)}"
     options = [param for param in command.params if isinstance(param, click.Option) and param.required]

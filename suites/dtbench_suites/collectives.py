@@ -7,10 +7,17 @@
     all_to_all              S            S            the buffer, S/4 of it for each rank
     broadcast               S (rank 0)   S            the buffer
     scatter                 S (rank 0)   S/4          the buffer on rank 0
+    all_to_all_v            S (mean)     S (mean)     as all_to_all, with unequal parts
 
 S is defined as in nccl-tests. Each mesh dim is measured **alone** (one group communicates, the others wait) and
 **together** (all groups of the dim communicate at once and share the links, as in training). The group of all ranks
 ("dp+tp") is measured, too.
+
+`all_to_all_v` sends what expert parallelism sends: rows of tokens, in numbers that the param `routing` names (see
+`dtbench_suites.routing`). All routings of a size send the same number of bytes in total. Its bus bandwidth counts the
+bytes whose source and destination differ, per rank on average; for `uniform` that is the factor of all_to_all. The
+counter `max_over_mean_received` is the number of rows that the fullest rank receives, over the mean. These cases are
+measured together and isolated, at few sizes. Calibration does not use them.
 """
 
 import itertools
@@ -22,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from dtbench.engine.refine import is_calibrated_with, sizes_between
-from dtbench.suite import Case, Param, Refinement, RunOptions, Workload, World, suite
+from dtbench.records.result import integer_param
+from dtbench.suite import ROUTING, Case, Param, Refinement, RunOptions, Workload, World, suite
 from dtbench_core.cost.ring import busbw_factor
 from dtbench_core.torch_compat import all_gather_single, reduce_scatter_single
 from dtbench_suites import SUITES
@@ -35,6 +43,7 @@ from dtbench_suites.data import (
     summed_values,
     torch_dtype,
 )
+from dtbench_suites.routing import OPTION, RoutedSweepPoint, routed_sweep
 
 # Calls between two clock readings in the mode back_to_back: 10, or fewer if they move so many bytes that overlap
 # between calls no longer matters. nccl-tests launches 20 calls of any size (`-n`, src/common.cu).
@@ -259,15 +268,45 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
     return {"mesh_dim": mesh_dim, "ranks": n, "groups": groups, "mode": mode, "dtype": dtype, "size": size}
 
 
+def build_routed(point: RoutedSweepPoint, dtype: torch.dtype, world: World) -> Workload:
+    group, counts, width = world.mesh.get_group(str(point.params["mesh_dim"])), point.counts, point.width
+    rank, splits = group.rank(), (point.received(group.rank()), counts[group.rank()])
+    # (rows, width): the data that each rank sends
+    sent = [
+        moved_values(r, sum(row) * width, dtype, world.device).view(-1, width) for r, row in enumerate(counts)
+    ]
+    received = sent[rank].new_empty(sum(splits[0]), width)
+    call = TimedCollective(
+        partial(dist.all_to_all_single, received, sent[rank], *splits, group=group),
+        received.zero_,
+        received,
+        lambda: torch.cat([rows.split(row)[rank] for rows, row in zip(sent, counts, strict=True)]),
+    )
+    return Workload(call.run, check=call.check, counters=lambda: point.skew)
+
+
+def budget_priority(case: Case) -> bool | None:
+    return None if ROUTING in case.params else is_calibrated_with(case)
+
+
 @suite(
     "collectives",
     world="ranks",
     help=SUITES["collectives"],
+    options=OPTION,
     impl_s=(0.155, 0.095),
     refinement=refinement_of(case_of),
-    budget_priority=is_calibrated_with,
+    budget_priority=budget_priority,
 )
 def collectives(options: RunOptions) -> Iterator[Case]:
     yield from sweep_cases(
         options, calibrated_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of
     )
+    for point in routed_sweep(options):
+        yield Case(
+            name="all_to_all_v",
+            params={"groups": "together", "mode": "isolated", **point.params},
+            build={"c10d": partial(build_routed, point, torch_dtype(str(point.params["dtype"])))},
+            size_bytes=integer_param(point.params, "size"),
+            busbw_factor=point.moved_share or None,
+        )

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
+from torch.distributed import _functional_collectives as functional
 
 import dtbench_core
 from dtbench.suite import Case, RunOptions, Workload
@@ -58,6 +59,17 @@ def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def spoiled_tensor(right: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the collective with a fault in the tensor that it returns."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = right(*args, **kwargs).clone()
+        spoil(result)
+        return result
+
+    return call
+
+
 def spoiled_model(right: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> torch.nn.Module:
         model: torch.nn.Module = right(*args)
@@ -96,6 +108,8 @@ def faults() -> list[Fault]:
     outputs += [(collectives, "all_gather_single"), (comm, "reduce_scatter"), (overlap, "use")]
     return [
         *((owner, name, spoiled_output) for owner, name in outputs),
+        (comm, "exchanged", spoiled_tensor),
+        (functional, "all_to_all_single", spoiled_tensor),
         (dtbench_core.DTensor, "redistribute", spoiled_result),
         (torch.distributed.tensor.DTensor, "redistribute", spoiled_result),
         (tensor_parallel, "parallelize", spoiled_model),
@@ -132,6 +146,7 @@ SPOILED = {
     "bucketer": ("reduce_scatter_single", "reduce_scatter"),
     "tensor_parallel": ("parallelize",),
     "embedding": ("step_of",),
+    "expert_parallel": ("all_to_all_single", "exchanged"),
     "overlap": ("use",),
 }
 

@@ -93,11 +93,12 @@ def test_checks_of_every_suite_detect_a_fault(tmp_path: Path):
     results = read_run(tmp_path / "faulty.jsonl").results
     assert [(r.name, r.impl, r.params, r.status, r.reason) for r in results if r.status != "wrong"] == []
     assert Counter(r.name.split()[0] for r in results) == {
-        "collectives": 6 * 2,  # isolated and back to back
+        "collectives": 6 * 2 + 2,  # isolated and back to back, and two routings
         "redistribute": 9 * 2 * 2,  # core and torch, isolated and back to back
         "bucketer": 2 * 5,
         "tensor_parallel": 5 * 3,
         "embedding": 3 * 2 * 3,
+        "expert_parallel": 2 * 2 * 3,
         "overlap": 2 * 4,
     }
 
@@ -170,6 +171,32 @@ def test_compiled_calls_of_every_implementation(tmp_path: Path) -> None:
         moves = result.name == "redistribute" and result.impl != "local"
         counts = [result.counters[name] for name in ("graph_breaks", "graphs", "collectives")]
         assert counts == [0, 1, moves], result
+
+
+def test_routed_exchanges_are_right_with_counts_of_zero(tmp_path: Path) -> None:
+    """A recorded routing on which the checks of all cases run: ranks that send, keep or receive nothing."""
+    (tmp_path / "some.csv").write_text("source,destination,count\n0,2,5\n0,3,1\n2,2,4\n3,0,7\n")
+    words = "run collectives/all_to_all_v expert_parallel --quick --mesh ep=4 --size 64KiB --device cpu -o x.jsonl"
+    dtypes = "--dtype float32,bfloat16 --routing some.csv"
+    done = start(*words.split(), *dtypes.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = read_run(tmp_path / "x.jsonl").results
+    assert [(r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"] == []
+    assert Counter((r.name, r.params["routing"]) for r in results) == {
+        (name, routing): count
+        for name, count in (("all_to_all_v", 2), ("dispatch_combine", 2 * 2 * 3))
+        for routing in ("uniform", "lognormal(1)", "some.csv")
+    }
+    skews = {r.params["routing"]: r.counters["max_over_mean_received"] for r in results}
+    assert skews["uniform"] == 1 and skews["some.csv"] == pytest.approx(9 / 17 * 4, rel=0.02)
+    # 13 of 17 rows move.
+    (recorded,) = [
+        r
+        for r in results
+        if (r.name, r.params["routing"], r.params["dtype"]) == ("all_to_all_v", "some.csv", "float32")
+    ]
+    assert recorded.busbw_Bps and recorded.algbw_Bps
+    assert recorded.busbw_Bps / recorded.algbw_Bps == pytest.approx(13 / 17, abs=0.01)
 
 
 # ---- example programs ----

@@ -27,6 +27,7 @@ from dtbench.records.result import Result, Run
 from dtbench.records.topology import Contention, HostLayout
 from dtbench.stats import bandwidth_drops, batch_quantiles
 from dtbench.stats.layout import DimLayout, from_last_arrivals_s, layout_of
+from dtbench.suite import ROUTING
 from dtbench.suite.mesh import Groups, groups_by_dim
 from dtbench_core.cost.ring import INTER_HOST, INTRA_HOST, RingLink
 
@@ -106,12 +107,12 @@ class CallTimes:
 
 
 def results_of(runs: Sequence[Run], suite: str) -> list[LaunchResult]:
-    """Returns the suite's ok results that have a size and a mesh dim."""
+    """Returns the suite's ok results of equal parts that have a size and a mesh dim."""
     return [
         LaunchResult((run.header.run_id, result.launch), result)
         for run in runs
         for result in run.ok(suite)
-        if result.size_bytes and "mesh_dim" in result.params
+        if result.size_bytes and "mesh_dim" in result.params and ROUTING not in result.params
     ]
 
 

@@ -20,7 +20,7 @@ from dtbench.reporting.html.sources import Sources
 from dtbench.stats.drops import drops_of
 from dtbench.stats.frame import COUNTER, cases_frame, cells, impls_of, names_of, params_of, timed_frames
 from dtbench.stats.layout import shared_cores
-from dtbench.suite import Param
+from dtbench.suite import ROUTING, Param
 from dtbench.text.table import Table
 
 _K = TypeVar("_K")
@@ -107,6 +107,11 @@ def _cases(frame: pd.DataFrame, figures: Sequence[str]) -> list[ReportCase]:
                     impl, **{f: columns[f][row] for f in figures}, counters=case_counters
                 )
     return [ReportCase(*case) for case in zip(cells(frame["name", ""]), params_of(frame), impls, strict=True)]
+
+
+def equal_parts(cases: Iterable[ReportCase]) -> list[ReportCase]:
+    """Returns the cases in which all ranks send equal parts and that have a time and a size."""
+    return [c for c in cases if ROUTING not in c.params and c.impls and c.only.size_bytes]
 
 
 def distinct(values: Iterable[_K]) -> list[_K]:

@@ -33,8 +33,10 @@ from dtbench.reporting.html.section import (
     ReportSection,
     collect,
     distinct,
+    equal_parts,
     main_dtype,
 )
+from dtbench.reporting.suite_answers import routing_table
 from dtbench.stats import bandwidth_drops, estimate_s
 from dtbench.stats.layout import format_hosts, from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite.mesh import Groups
@@ -72,7 +74,8 @@ def limit_of(header: Header, dim: str) -> float | None:
 
 
 def fill(section: ReportSection, material: Material) -> None:
-    if not (cases := [c for c in material.cases(*COLLECTIVES.suites) if c.impls and c.only.size_bytes]):
+    section.add(routing_table(material.sources.runs))
+    if not (cases := equal_parts(material.cases(*COLLECTIVES.suites))):
         return
     runs, dtype = material.sources.runs, main_dtype(cases)
     drawn = _main_mode([c for c in cases if c.get("dtype") == dtype])
@@ -331,7 +334,7 @@ def ranks_of(runs: Sequence[Run]) -> list[RankSkew]:
     measured = [
         r
         for run in runs
-        for r in run.ok("collectives")
+        for r in run.collectives()
         if r.rank_samples_s and r.size_bytes and r.busbw_Bps and r.algbw_Bps
         if all(r.params.get(name) in values for name, values in usual.items())
     ]
@@ -464,7 +467,7 @@ def _system_label(runs: Sequence[Run], systems: Sequence[Sequence[Run]]) -> str:
 def _curves(runs: Sequence[Run]) -> _Curves:
     """Selects the cases of each collective: largest group, all groups together, isolated calls, if available."""
     by_name: dict[str, list[ReportCase]] = {}
-    cases = [c for c in collect(runs).get("collectives", []) if c.impls and c.only.busbw_Bps]
+    cases = [c for c in equal_parts(collect(runs).get("collectives", [])) if c.only.busbw_Bps]
     for name, members in group_by(cases, lambda c: c.name).items():
         max_ranks = max(c.number("ranks") for c in members)
         usual = {"ranks": max_ranks, "groups": "together", "mode": "isolated", "dtype": "float32"}

@@ -21,7 +21,15 @@ from dtbench.reporting.html.parts.suites import (
     ratio_caption,
     time_columns,
 )
-from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct, main_dtype
+from dtbench.reporting.html.section import (
+    Material,
+    Part,
+    ReportCase,
+    ReportSection,
+    distinct,
+    equal_parts,
+    main_dtype,
+)
 from dtbench.text import columns
 from dtbench.text.table import MAX_ROWS, Table, TableColumn
 from dtbench.text.units import (
@@ -62,7 +70,7 @@ def fill(section: ReportSection, material: Material) -> None:
             + compare_core_with_torch(section, moved, "redistribute", "Over all transitions and sizes, the")
         )
     if moved or topology is not None:
-        collectives = plain_cases([c for c in material.cases("collectives") if c.impls and c.only.size_bytes])
+        collectives = plain_cases(equal_parts(material.cases("collectives")))
         section.add(times_over_size(section, collectives, plain_cases(moved), topology))
     if moved:
         _added(section, collectives, plain_cases(moved))
