@@ -13,9 +13,8 @@ from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, PYTORCH_CASES, SINGLE_OPS, added_times, kind_of
+from dtbench.stats.host_time import second_calls, step_growths
 from dtbench.stats.layout import shared_cores
-from dtbench.stats.second_calls import second_calls
-from dtbench.stats.step_growth import step_growths
 from dtbench.suite import CHOOSABLE_IMPLS, Param
 from dtbench.suite.case import FLOOR
 from dtbench.text.units import format_change, format_seconds, format_spread, plural, significant
@@ -138,15 +137,16 @@ def describe_added_time(cases: Iterable[tuple[str, Mapping[str, Param], Mapping[
 
 def describe_host_time(results: Sequence[Result]) -> list[str]:
     """Describes, per library, the second calls that miss the sharding cache, and the leaks of repeated steps."""
-    words, lines = [], []
-    for impl, counted in group_by(second_calls(results), lambda call: call.impl).items():
-        misses = [call.op for call in counted if call.misses]
-        names = ", ".join([*dict.fromkeys(misses)][:MAX_NAMED_OPS])
-        words.append(f"{len(misses)} of {len(counted)} with {impl}{f' ({names})' if names else ''}")
-    if words:
-        lines.append(f"second calls that miss the sharding cache: {', '.join(words)}")
+    calls = group_by(second_calls(results), lambda call: call.impl)
+    misses = {impl: [call.op for call in counted if call.decisions > 0] for impl, counted in calls.items()}
+    words = ", ".join(
+        f"{len(ops)} of {len(calls[impl])} with {impl}"
+        + f" ({', '.join([*dict.fromkeys(ops)][:MAX_NAMED_OPS])})" * bool(ops)
+        for impl, ops in misses.items()
+    )
+    lines = [f"second calls that miss the sharding cache: {words}"] if words else []
     for (name, steps), growths in group_by(step_growths(results), lambda g: (g.name, g.steps)).items():
-        verdicts = (f"{growth.impl} {growth.verdict}" for growth in growths)
+        verdicts = dict.fromkeys(f"{growth.impl} {growth.verdict}" for growth in growths)
         lines.append(f"objects and memory kept by {steps} {name}: {'; '.join(verdicts)}")
     return lines
 

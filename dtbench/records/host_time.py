@@ -1,5 +1,7 @@
 """Answers about host time that are computed from the results of a run."""
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 
 from dtbench.fields import Amount
@@ -23,27 +25,10 @@ class SecondCall(Struct, frozen=True):
     impl: str
     placements: str
     pass_: str
-    decisions: int
+    decisions: float
     second_s: Amount
     first_s: Amount | None
     cached_s: Amount | None
-
-    @property
-    def misses(self) -> bool:
-        """Whether the call misses the cache."""
-        return self.decisions > 0
-
-
-class KeptType(Struct, frozen=True):
-    """A type whose objects become more in every step.
-
-    Attributes:
-        name: name of the type with its module, except for builtins.
-        per_step: objects that a step keeps.
-    """
-
-    name: str
-    per_step: float
 
 
 class StepGrowth(Struct, frozen=True):
@@ -56,9 +41,8 @@ class StepGrowth(Struct, frozen=True):
         objects_per_step: objects kept per step, mean without the first quarter of the steps.
         bytes_per_step: growth of the process's memory per step, bytes; None if the system does not tell.
         late_over_early: median time of the last 20 steps over that of the first 20 after the warm-up.
-        keeps_objects: whether objects became more in every quarter but the first.
-        keeps_bytes: whether memory did.
-        types: the types with the most kept objects. Empty unless the number of objects of one type grows.
+        types: type -> objects kept per step, the most first. Types that do not grow are left out.
+        verdict: "flat", or the leak with its types.
     """
 
     name: str
@@ -67,14 +51,5 @@ class StepGrowth(Struct, frozen=True):
     objects_per_step: float
     bytes_per_step: float | None
     late_over_early: float | None
-    keeps_objects: bool
-    keeps_bytes: bool
-    types: tuple[KeptType, ...]
-
-    @property
-    def verdict(self) -> str:
-        """ "flat", or the leak with the types that are kept."""
-        if not self.keeps_objects:
-            return "leak of memory outside Python's objects" if self.keeps_bytes else "flat"
-        names = ", ".join(f"{kept.per_step:.3g} {kept.name}" for kept in self.types)
-        return f"leak of {names or 'objects of several types'} per step"
+    types: Mapping[str, float]
+    verdict: str

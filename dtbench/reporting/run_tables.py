@@ -25,9 +25,8 @@ from dtbench.records.result import MeshShape, Result, Run, estimator_of
 from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
+from dtbench.stats.host_time import second_calls, step_growths
 from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
-from dtbench.stats.second_calls import second_calls
-from dtbench.stats.step_growth import step_growths
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.text import terminal

@@ -5,13 +5,13 @@ import gc
 import itertools
 import resource
 import sys
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 
-from dtbench.stats.step_growth import BYTES, INTERVALS, KEPT, LATE_OVER_EARLY, OBJECTS, STEPS, grows
+from dtbench.stats.host_time import BYTES, INTERVALS, KEPT, LATE_OVER_EARLY, OBJECTS, STEPS, grows
 
 # Steps before the first count, in which caches and optimizer states are created.
 WARMUP_STEPS = 20
@@ -51,7 +51,7 @@ def resident_bytes(trims: bool = True) -> int:
 
 
 def growth_per_step(step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Returns counters of what `steps` calls of `step` keep, for `dtbench.stats.step_growth`.
+    """Returns counters of what `steps` calls of `step` keep, for `dtbench.stats.host_time`.
 
     Objects are those that Python's garbage collector tracks, counted after a collection. The collector runs during the
     steps, as in a training job.
@@ -59,36 +59,32 @@ def growth_per_step(step: Callable[[], object], steps: int) -> dict[str, float]:
     Args:
         steps: a multiple of `INTERVALS`, at least `TIMED_STEPS`.
     """
-    per_interval = steps // INTERVALS
+    per_interval, collects = steps // INTERVALS, gc.isenabled()
     # Created before the first count, so that counting adds no objects.
     censuses: list[Counter[str]] = [Counter() for _ in range(INTERVALS + 1)]
     resident: list[int] = []
-    times_ns: list[int] = []
-    collects = gc.isenabled()
-    gc.enable()
-    try:
-        for _ in range(WARMUP_STEPS):
-            step()
-        for number, census in enumerate(censuses):
-            for _ in range(per_interval if number else 0):
-                started_ns = time.perf_counter_ns()
-                step()
-                times_ns.append(time.perf_counter_ns() - started_ns)
-            resident.append(resident_bytes() if can_trim() else 0)
-            gc.collect()
-            census.update(map(_type_name, gc.get_objects()))
-    finally:
-        if not collects:
-            gc.disable()
-    pairs = list(itertools.pairwise(censuses))
+    # timeit disables the collector; its setup enables it again.
+    times_s = timeit.repeat(step, gc.enable, repeat=WARMUP_STEPS, number=1)
+    times_s.clear()
+    gc.collect()
+    gc.freeze()  # counting the objects so far would take longer than the steps
+    for number, census in enumerate(censuses):
+        times_s += timeit.repeat(step, gc.enable, repeat=per_interval if number else 0, number=1)
+        resident.append(resident_bytes() if can_trim() else 0)
+        gc.collect()
+        census.update(map(_type_name, gc.get_objects()))
+    (gc.enable if collects else gc.disable)()
+    objects, bytes_kept = (
+        [(late - early) / per_interval for early, late in itertools.pairwise(counts)]
+        for counts in ([census.total() for census in censuses], resident)
+    )
     kept = {
-        name: [(late[name] - early[name]) / per_interval for early, late in pairs] for name in censuses[-1]
+        name: [(late[name] - early[name]) / per_interval for early, late in itertools.pairwise(censuses)]
+        for name in censuses[-1]
     }
-    objects = [(late.total() - early.total()) / per_interval for early, late in pairs]
-    bytes_kept = [(late - early) / per_interval for early, late in itertools.pairwise(resident)]
     return {
         STEPS: per_interval * INTERVALS,
-        LATE_OVER_EARLY: median(times_ns[-TIMED_STEPS:]) / median(times_ns[:TIMED_STEPS]),
+        LATE_OVER_EARLY: median(times_s[-TIMED_STEPS:]) / median(times_s[:TIMED_STEPS]),
         **{f"{OBJECTS}{number}": growth for number, growth in enumerate(objects, 1)},
         **({f"{BYTES}{number}": growth for number, growth in enumerate(bytes_kept, 1)} if can_trim() else {}),
         **{f"{KEPT}{name}": fmean(rates[1:]) for name, rates in kept.items() if grows(rates)},
