@@ -39,6 +39,21 @@ class StepParts(Struct, frozen=True, kw_only=True):
     host_bound_s: Amount | None = None
 
 
+class PhaseParts(Struct, frozen=True, kw_only=True):
+    """Communication of one rank over one mesh dim in one phase of its steps.
+
+    Attributes:
+        phase: "forward", "backward", "optimizer", "other" between them, or "?" if the trace does not show it. It is the
+            phase in which the host issued the calls.
+        communication_s: time with at least one of these calls in progress, and none of an earlier phase in this list.
+        exposed_s: the part of it that no computation overlaps, shared between mesh dims as in `DimParts`.
+    """
+
+    phase: str
+    communication_s: Amount
+    exposed_s: Amount
+
+
 class DimParts(Struct, frozen=True, kw_only=True):
     """Communication of one rank over one mesh dim, summed over its steps, or over its trace if it has no steps.
 
@@ -48,12 +63,14 @@ class DimParts(Struct, frozen=True, kw_only=True):
         exposed_s: communication that no computation overlaps. Where calls over several dims are exposed at once, each
             dim gets an equal share, so the dims add up to the exposed communication of the rank.
         waiting_s: the part of exposed_s spent waiting for the last rank; None if no call shows it.
+        phases: communication_s and exposed_s by phase.
     """
 
     mesh_dim: str
     communication_s: Amount
     exposed_s: Amount
     waiting_s: Amount | None = None
+    phases: tuple[PhaseParts, ...] = ()
 
 
 class RankJob(Struct, frozen=True, kw_only=True):

@@ -105,7 +105,7 @@ def _change(row: TimeChange) -> str:
 
 
 def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Table]:
-    """Returns the tables of verdicts, by mesh dim, by collective and by rank.
+    """Returns the tables of verdicts, by mesh dim, by phase, by collective and by rank.
 
     Args:
         screen: show only the most expensive collectives and the `extremes` of the ranks.
@@ -116,6 +116,7 @@ def tables(job: Job, analysis: JobAnalysis, *, screen: bool = False) -> list[Tab
         for table in (
             _bounds(job, analysis, screen),
             _dims(job, steps, {str(late.rank) for late in analysis.late_ranks}),
+            _phases(job, steps),
             _collectives(job, steps, {row.kind: row.share for row in analysis.links}, screen),
             _ranks(job, screen),
         )
@@ -212,6 +213,33 @@ def _dims(job: Job, steps: Mapping[int, int], late: Set[str]) -> Table:
         job,
         "Mesh dim,Last rank,Ranks,On ranks,>calls,>bytes,Dtypes,>time,>exposed,>exposed/step,Largest call,>its busbw",
         rows,
+    )
+
+
+def _phases(job: Job, steps: Mapping[int, int]) -> Table:
+    """Returns the table by mesh dim and phase, without rows if no phase is known."""
+    parts = [
+        (dim.mesh_dim, part, steps[rank.rank])
+        for rank in job.ranks
+        for dim in rank.dims
+        for part in dim.phases
+    ]
+    step_s = sum(rank.mean_step.step_s for rank in job.ranks) or 1
+    rows = []
+    for (dim, phase), dim_parts in group_by(parts, lambda part: (part[0], part[1].phase)).items():
+        time_s, exposed_s = (
+            sum(getattr(part, name) / count for _, part, count in dim_parts)
+            for name in ("communication_s", "exposed_s")
+        )
+        if time_s:
+            row = [dim, phase, *(format_seconds(s / len(job.ranks)) for s in (time_s, exposed_s))]
+            rows.append([*row, _percent(exposed_s / step_s)])
+    is_known = any(row[1] != "?" for row in rows)
+    return _table(
+        "Communication by phase",
+        job,
+        "Mesh dim,Phase,>time,>exposed,>exposed/step",
+        rows if is_known else [],
     )
 
 

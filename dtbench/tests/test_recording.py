@@ -17,6 +17,7 @@ import pytest
 from dtbench.errors import UsageError
 from dtbench.tests.programs import environment, start_fresh
 from dtbench.traces.job import read_job
+from dtbench.traces.rank_trace import read_rank
 from dtbench.traces.recording import Recording, record
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
@@ -239,6 +240,27 @@ def test_in_a_rank_delay_comes_once_before_the_first_collective_of_a_step(
     assert min(dur for _, dur, name in events if name == "dtbench:delay") >= 2000
     figures = read_job([trace])
     assert figures.delay and (figures.delay.count, figures.delay.delay_s) == (3, 0.002)
+
+
+def test_in_a_rank_collectives_have_the_phase_of_their_call(
+    job: Callable[..., Recording], tmp_path: Path
+) -> None:
+    program = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer, extra = torch.optim.SGD(model.parameters()), torch.ones(3)
+for step in range(12):
+    dist.all_reduce(extra)
+    loss = model(torch.ones(2, 4)).sum()
+    dist.all_reduce(extra)
+    loss.backward()
+    dist.all_reduce(extra)
+    optimizer.step()
+"""
+    (trace,) = job(program, str(tmp_path / "store")).traces
+    found = [call.phase for call in read_rank(trace, 0).calls]
+    assert found == ["other", "forward", "backward", "other"] * 3
 
 
 def test_in_a_rank_delay_of_a_rank_outside_the_job_ends_it(

@@ -85,6 +85,7 @@ class Call(NamedTuple):
         sequence: number of the call within its process group, if recorded.
         caller: the op that issued it.
         issued: when the host issued it, if recorded, else `start`.
+        phase: the phase of the step in which the host issued it, as in `phases.PHASES`.
     """
 
     arrival: float
@@ -97,6 +98,7 @@ class Call(NamedTuple):
     sequence: int | None = None
     caller: str = ""
     issued: float = 0.0
+    phase: str = "?"
 
 
 def parse_collective(name: str) -> str:

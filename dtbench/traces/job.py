@@ -19,6 +19,7 @@ from dtbench.records.job import (
     InjectedDelay,
     Job,
     Lane,
+    PhaseParts,
     RankJob,
     StepParts,
 )
@@ -28,6 +29,7 @@ from dtbench.traces.clock_alignment import AlignedJob, align_clocks
 from dtbench.traces.communication import UNKNOWN, Call, ProcessGroup, bus_bandwidth, to_count
 from dtbench.traces.intervals import Intervals, difference, intervals, length, shares, union, within
 from dtbench.traces.kineto import printable
+from dtbench.traces.phases import PHASES
 from dtbench.traces.rank_trace import RankTrace, read_rank
 from dtbench.traces.steps import Steps, count_outlying_first, find_complete_steps
 
@@ -260,7 +262,7 @@ def _rank_figures(trace: RankTrace, aligned: AlignedJob, first: RankTrace) -> Ra
 
 
 def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
-    """Returns the rank's communication by mesh dim.
+    """Returns the rank's communication by mesh dim and phase.
 
     Exposed time is split into waiting and transfer. Where several of them overlap, each gets an equal share of the
     overlap.
@@ -269,26 +271,43 @@ def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
     steps = union(intervals(trace.steps.spans or (trace.span,)))
     rows, exposed = [], list[Intervals]()
     for dim, calls in sorted(by_dim.items()):
-        messages = _in_progress(call for _, call in calls)
-        messages = difference(messages, difference(messages, steps))
         transfers = [(call, aligned.transfer_us.get((trace.rank, index))) for index, call in calls]
         waiting = union(intervals((call.start, call.end - us) for call, us in transfers if us is not None))
-        uncovered = difference(messages, trace.compute)
-        transferring = difference(uncovered, waiting)
-        exposed += [difference(uncovered, transferring), transferring]
-        rows.append((dim, length(messages) / 1e6, any(us is not None for _, us in transfers)))
-    exposed_s = [us / 1e6 for us in shares(exposed)]
-    return tuple(
-        DimParts(
-            mesh_dim=dim,
-            communication_s=communication_s,
-            exposed_s=waiting_s + transfer_s,
-            waiting_s=waiting_s if shows_waiting else None,
+        by_phase = group_by((call for _, call in calls), lambda call: call.phase)
+        earlier, phase_rows = intervals(()), []
+        for phase in sorted(by_phase, key=PHASES.index):
+            messages = difference(_in_progress(by_phase[phase]), earlier)
+            earlier = union(np.concatenate([earlier, messages]))
+            messages = difference(messages, difference(messages, steps))
+            uncovered = difference(messages, trace.compute)
+            transferring = difference(uncovered, waiting)
+            exposed += [difference(uncovered, transferring), transferring]
+            phase_rows.append((phase, length(messages) / 1e6))
+        rows.append((dim, phase_rows, any(us is not None for _, us in transfers)))
+    exposed_s = iter([us / 1e6 for us in shares(exposed)])
+    parts = list[DimParts]()
+    for dim, phase_rows, shows_waiting in rows:
+        waiting_s, phases = 0.0, list[PhaseParts]()
+        for phase, communication_s in phase_rows:
+            phase_waiting_s = next(exposed_s)
+            waiting_s += phase_waiting_s
+            phases.append(
+                PhaseParts(
+                    phase=phase,
+                    communication_s=communication_s,
+                    exposed_s=phase_waiting_s + next(exposed_s),
+                )
+            )
+        parts.append(
+            DimParts(
+                mesh_dim=dim,
+                communication_s=sum(part.communication_s for part in phases),
+                exposed_s=sum(part.exposed_s for part in phases),
+                waiting_s=waiting_s if shows_waiting else None,
+                phases=tuple(phases),
+            )
         )
-        for (dim, communication_s, shows_waiting), waiting_s, transfer_s in zip(
-            rows, exposed_s[::2], exposed_s[1::2], strict=True
-        )
-    )
+    return tuple(parts)
 
 
 def _step_parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:

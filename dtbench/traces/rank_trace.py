@@ -34,6 +34,7 @@ from dtbench.traces.host_calls import (
 from dtbench.traces.intervals import Intervals, intervals, union
 from dtbench.traces.kernel_names import COMPUTES, MAY_COMMUNICATE, function_of, kernel_collective
 from dtbench.traces.kineto import Args, Event, Trace, args_of, printable
+from dtbench.traces.phases import find_phases
 from dtbench.traces.steps import Steps, find_steps
 
 # Category of an event -> its kind. A "mark" is an annotation on a GPU's stream. Older traces capitalize the categories.
@@ -310,7 +311,8 @@ class _RankReader:
         if len(groups) == 1:
             (group,) = groups.values()
             calls = [call if call.group.key else call._replace(group=group) for call in calls]
-        trace.calls = sorted(calls, key=lambda call: (call.issued, call.start, call.end))
+        calls.sort(key=lambda call: (call.issued, call.start, call.end))
+        trace.calls = self._with_phases(calls, trace.steps)
         spans = [
             trace.compute,
             trace.copies,
@@ -327,6 +329,15 @@ class _RankReader:
             if applies
         ]
         return trace
+
+    def _with_phases(self, calls: Sequence[comm.Call], steps: Steps) -> list[comm.Call]:
+        """Adds the phases to the calls whose time on the host is recorded."""
+        ops, names = (ops.arrays() for ops in self._ops.values()), [*self._names]
+        phases = find_phases(self._annotations, ops, names, steps.host_spans)
+        return [
+            call._replace(phase=phase) if call.issued != call.start else call
+            for call, phase in zip(calls, phases.at([call.issued for call in calls]), strict=True)
+        ]
 
     def _refuse_without_kernels(self, backend: str) -> None:
         """Raises an error if a trace without kernels comes from a job on an accelerator.
