@@ -214,172 +214,6 @@ class Waits(Struct, frozen=True, kw_only=True):
     unclear: Count = 0
 
 
-class Arrivals(Struct, frozen=True, kw_only=True):
-    """Time in one collective over one mesh dim, before and after the arrival of each call's last rank.
-
-    Covers the calls in steps that the traces of all ranks of a group show.
-
-    Attributes:
-        mesh_dim: name of the mesh dim.
-        collective: the name in nccl-tests.
-        group_size: number of ranks in its process groups.
-        calls: number of these calls.
-        time_s: time in these calls, summed over calls and ranks.
-        waiting_s: the part of time_s before the last rank's arrival.
-        clock_error_s: error of waiting_s, from the errors of the clocks; at most time_s.
-        longest_wait_s: time_s and waiting_s of the call that waits longest.
-        late_rank: the rank that causes most of waiting_s, more often than by chance; None if there is no such rank.
-        late_s: its mean delay after the median arrival of the others.
-        late_waiting_s: the part of waiting_s in calls at which it came last.
-    """
-
-    mesh_dim: str
-    collective: str
-    group_size: Count
-    calls: Count
-    time_s: Amount
-    waiting_s: Amount
-    clock_error_s: Amount = 0.0
-    longest_wait_s: tuple[Amount, Amount] = (0.0, 0.0)
-    late_rank: Count | None = None
-    late_s: Amount | None = None
-    late_waiting_s: Amount | None = None
-
-
-class Lane(Struct, frozen=True, kw_only=True):
-    """Intervals of one activity of one rank in the drawn step.
-
-    Attributes:
-        rank: the rank.
-        name: "communication DIM", "computation", "copy" or "exposed".
-        intervals: (start, end), seconds since the earliest start of the step on any rank.
-    """
-
-    rank: Count
-    name: str
-    intervals: tuple[tuple[Real, Real], ...]
-
-
-class InjectedDelay(Struct, frozen=True, kw_only=True):
-    """A delay that `dtbench profile --delay` injected before the first collective of each step of one rank.
-
-    Attributes:
-        rank: the delayed rank.
-        delay_s: duration of a delay.
-        count: delays in its trace; 0 if that trace is missing.
-        steps: steps of the trace, including excluded ones.
-    """
-
-    rank: Count
-    delay_s: Amount
-    count: Count
-    steps: Count
-
-    def __str__(self) -> str:
-        fewer = (
-            "; steps without a delay do not end with the optimizer's step(), or have no collective of "
-            "torch.distributed"
-        )
-        steps = plural(self.steps, "step") if self.steps else "steps that the traces do not show"
-        return (
-            f"rank {self.rank} was delayed by {format_seconds(self.delay_s)} before its first collective of each "
-            f"step, as --delay requested: {plural(self.count, 'delay')} in {steps}"
-            f"{fewer * (self.count < self.steps)}"
-        )
-
-
-class Job(Struct, frozen=True, kw_only=True):
-    """Figures of a job.
-
-    Attributes:
-        label: its name in tables.
-        command: the command that `dtbench profile -- COMMAND` ran; empty for other traces.
-        world_size: number of ranks of the job, more than `ranks` if traces are missing.
-        backend: the default process group's backend.
-        torch: version of torch, if known.
-        ranks: figures of each rank.
-        collectives: calls of each rank by kind.
-        waits: waiting times by mesh dim.
-        arrivals: times before and after the last arrival, by mesh dim and collective.
-        aligned_by: how the ranks' clocks were aligned; "" if they were not.
-        drawn_step: index of the step that `lanes` show; None without steps.
-        drawn_s: end of the last interval in `lanes`.
-        lanes: activities of each rank in that step.
-        delay: the injected delay, if any.
-        notes: what is missing, excluded or unknown, one sentence each.
-    """
-
-    kind: Literal["job"] = "job"
-    schema: Literal[1] = 1
-    label: str = ""
-    command: tuple[str, ...] = ()
-    world_size: Count
-    backend: str = ""
-    torch: str = ""
-    ranks: Annotated[tuple[RankJob, ...], Meta(min_length=1)]
-    collectives: tuple[Collective, ...]
-    waits: tuple[Waits, ...] = ()
-    arrivals: tuple[Arrivals, ...] = ()
-    aligned_by: str = ""
-    drawn_step: Count | None = None
-    drawn_s: Amount = 0.0
-    lanes: tuple[Lane, ...] = ()
-    delay: InjectedDelay | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def lacks_times(self) -> bool:
-        """Whether it was read from logs of calls, so that steps, computation and exposed communication are unknown."""
-        return any(rank.span_s is None for rank in self.ranks)
-
-
-class LinkComparison(Struct, frozen=True):
-    """In-job time of one kind of call, compared with the calibrated or published time of the same size.
-
-    Attributes:
-        kind: mesh dim, collective, group size, dtype and bytes.
-        count: calls in the traces of all ranks.
-        time_s: time of a call: the mean without waiting for the last rank if `excludes_waiting`, else the minimum.
-        excludes_waiting: whether the traces show the waiting time.
-        busbw: bus bandwidth at time_s; None without a reference.
-        reference: the topology's mesh dim, or the public system, that `reference_s` comes from.
-        reference_s: time of such a call according to the reference; None if it does not cover the call.
-        share: reference_s / time_s.
-        caveat: how `reference_s` was extrapolated, or why it is missing.
-    """
-
-    kind: CallKind
-    count: Count
-    time_s: Amount
-    excludes_waiting: bool
-    busbw: Amount | None
-    reference: str
-    reference_s: Amount | None
-    share: Amount | None
-    caveat: str
-
-
-class SavingEstimate(Struct, frozen=True):
-    """Upper bound on the step time that one improvement would save on the rank with the most exposed communication.
-
-    Attributes:
-        mesh_dim: the mesh dim whose communication would improve.
-        assumption: "hidden": computation overlaps all of it; "calibrated": its links reach their reference bandwidth;
-            "no_late_rank": no rank waits for the last one. The latter two add up to "hidden" at most.
-        rank: that rank.
-        step_s: its mean step time.
-        saved_s: time saved per step.
-        share: saved_s / step_s.
-    """
-
-    mesh_dim: str
-    assumption: Literal["hidden", "calibrated", "no_late_rank"]
-    rank: Count
-    step_s: Amount
-    saved_s: Amount
-    share: Amount
-
-
 Bound = Literal["transfer", "arrival", "mixed", "inconclusive"]
 
 
@@ -439,6 +273,133 @@ class BoundVerdict(Struct, frozen=True):
         if self.bound == "arrival":
             return f"{name} is bound by arrival: {waiting}"
         return f"{name} is mixed: {waiting}, and the rest is transfer" + f", {slowdown}" * bool(slowdown)
+
+
+class Lane(Struct, frozen=True, kw_only=True):
+    """Intervals of one activity of one rank in the drawn step.
+
+    Attributes:
+        rank: the rank.
+        name: "communication DIM", "computation", "copy" or "exposed".
+        intervals: (start, end), seconds since the earliest start of the step on any rank.
+    """
+
+    rank: Count
+    name: str
+    intervals: tuple[tuple[Real, Real], ...]
+
+
+class InjectedDelay(Struct, frozen=True, kw_only=True):
+    """A delay that `dtbench profile --delay` injected before the first collective of each step of one rank.
+
+    Attributes:
+        rank: the delayed rank.
+        delay_s: duration of a delay.
+        count: delays in its trace; 0 if that trace is missing.
+    """
+
+    rank: Count
+    delay_s: Amount
+    count: Count
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} was delayed by {format_seconds(self.delay_s)} before its first collective of each "
+            f"step, as --delay requested: {plural(self.count, 'delay')} in its trace (a step ends with the "
+            "optimizer's step(); only collectives of torch.distributed are delayed)"
+        )
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """Figures of a job.
+
+    Attributes:
+        label: its name in tables.
+        command: the command that `dtbench profile -- COMMAND` ran; empty for other traces.
+        world_size: number of ranks of the job, more than `ranks` if traces are missing.
+        backend: the default process group's backend.
+        torch: version of torch, if known.
+        ranks: figures of each rank.
+        collectives: calls of each rank by kind.
+        waits: waiting times by mesh dim.
+        bounds: what bounds each collective whose arrivals the traces show, without references.
+        aligned_by: how the ranks' clocks were aligned; "" if they were not.
+        drawn_step: index of the step that `lanes` show; None without steps.
+        drawn_s: end of the last interval in `lanes`.
+        lanes: activities of each rank in that step.
+        delay: the injected delay, if any.
+        notes: what is missing, excluded or unknown, one sentence each.
+    """
+
+    kind: Literal["job"] = "job"
+    schema: Literal[1] = 1
+    label: str = ""
+    command: tuple[str, ...] = ()
+    world_size: Count
+    backend: str = ""
+    torch: str = ""
+    ranks: Annotated[tuple[RankJob, ...], Meta(min_length=1)]
+    collectives: tuple[Collective, ...]
+    waits: tuple[Waits, ...] = ()
+    bounds: tuple[BoundVerdict, ...] = ()
+    aligned_by: str = ""
+    drawn_step: Count | None = None
+    drawn_s: Amount = 0.0
+    lanes: tuple[Lane, ...] = ()
+    delay: InjectedDelay | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lacks_times(self) -> bool:
+        """Whether it was read from logs of calls, so that steps, computation and exposed communication are unknown."""
+        return any(rank.span_s is None for rank in self.ranks)
+
+
+class LinkComparison(Struct, frozen=True):
+    """In-job time of one kind of call, compared with the calibrated or published time of the same size.
+
+    Attributes:
+        kind: mesh dim, collective, group size, dtype and bytes.
+        count: calls in the traces of all ranks.
+        time_s: time of a call: the mean without waiting for the last rank if `excludes_waiting`, else the minimum.
+        excludes_waiting: whether the traces show the waiting time.
+        busbw: bus bandwidth at time_s; None without a reference.
+        reference: the topology's mesh dim, or the public system, that `reference_s` comes from.
+        reference_s: time of such a call according to the reference; None if it does not cover the call.
+        share: reference_s / time_s.
+        caveat: how `reference_s` was extrapolated, or why it is missing.
+    """
+
+    kind: CallKind
+    count: Count
+    time_s: Amount
+    excludes_waiting: bool
+    busbw: Amount | None
+    reference: str
+    reference_s: Amount | None
+    share: Amount | None
+    caveat: str
+
+
+class SavingEstimate(Struct, frozen=True):
+    """Upper bound on the step time that one improvement would save on the rank with the most exposed communication.
+
+    Attributes:
+        mesh_dim: the mesh dim whose communication would improve.
+        assumption: "hidden": computation overlaps all of it; "calibrated": its links reach their reference bandwidth;
+            "no_late_rank": no rank waits for the last one. The latter two add up to "hidden" at most.
+        rank: that rank.
+        step_s: its mean step time.
+        saved_s: time saved per step.
+        share: saved_s / step_s.
+    """
+
+    mesh_dim: str
+    assumption: Literal["hidden", "calibrated", "no_late_rank"]
+    rank: Count
+    step_s: Amount
+    saved_s: Amount
+    share: Amount
 
 
 class LateRank(Struct, frozen=True):

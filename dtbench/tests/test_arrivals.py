@@ -8,7 +8,7 @@ import pytest
 from msgspec import json
 from msgspec.structs import replace
 
-from dtbench.records.job import Arrivals, BoundVerdict, Job, JobAnalysis, RankJob
+from dtbench.records.job import BoundVerdict, Job, JobAnalysis, RankJob
 from dtbench.reporting.html import Sources, render
 from dtbench.reporting.job_tables import tables
 from dtbench.tests.made_up_traces import Event, gloo, kernel, nccl, op, write
@@ -172,15 +172,10 @@ def test_waiting_share_agrees_with_the_times_of_calls(tmp_path: Path, source: st
         assert verdict.waiting_share == pytest.approx(1 - transfer_s / sum(call.time_s for call in calls))
 
 
-def an_arrivals(**fields: Any) -> Arrivals:
-    """Returns the 100 calls of 4 ranks of `a_call`, of which 10 of 30 ms are waiting."""
-    usual = {"mesh_dim": "dp", "collective": "all_reduce", "group_size": 4, "calls": 100}
-    return Arrivals(**usual | {"time_s": 12.0, "waiting_s": 3.9} | fields)
-
-
 def test_slow_transfer_is_still_transfer_and_says_by_how_much() -> None:
     """25 MiB take 12.217 ms by the topology, and 20 ms in the job."""
-    job = a_job(*(a_call(rank) for rank in range(4)), arrivals=(an_arrivals(),))
+    bound = BoundVerdict("dp", "all_reduce", 4, "transfer", 12.0, 100, 0.32)
+    job = a_job(*(a_call(rank) for rank in range(4)), bounds=(bound,))
     (verdict,) = analyze(job, the_topology()).bounds
     assert (verdict.bound, verdict.slowdown) == ("transfer", pytest.approx(0.02 / (10e-6 + 25 / 2048)))
     assert str(verdict) == "dp all_reduce is bound by transfer: it takes 1.64x the calibrated time of dim dp"
@@ -254,7 +249,7 @@ def test_verdict_leads_terminal_page_and_json(tmp_path: Path) -> None:
     assert f"<h1>{sentence}</h1>" in page and f"<title>{sentence}" in page
     assert tables(job, analysis)[0].caption.startswith("What bounds each collective")
     assert json.decode(json.encode(analysis), type=JobAnalysis) == analysis
-    assert json.decode(json.encode(job), type=Job).arrivals == job.arrivals
+    assert json.decode(json.encode(job), type=Job).bounds == job.bounds
 
 
 def test_verdict_without_all_traces_does_not_lead(tmp_path: Path) -> None:

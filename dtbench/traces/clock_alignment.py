@@ -20,8 +20,8 @@ from statistics import fmean, median
 import numpy as np
 
 from dtbench.grouping import group_by
-from dtbench.records.job import Arrivals, Waits
-from dtbench.traces.arrivals import TimedCall, sum_arrivals
+from dtbench.records.job import BoundVerdict, Waits
+from dtbench.traces.arrivals import TimedCall, judge_calls
 from dtbench.traces.communication import SYNCHRONIZING
 from dtbench.traces.rank_trace import RankTrace
 
@@ -45,7 +45,7 @@ class AlignedJob:
         error_us: rank -> estimated error of that offset.
         unaligned: ranks that share neither a collective nor a host with the first rank; their offset is arbitrary.
         waits: waiting times by mesh dim.
-        arrivals: times before and after the last arrival, by mesh dim and collective.
+        bounds: what bounds each collective over each mesh dim.
         transfer_us: (rank, index of its call) -> microseconds from the last arrival to the end of the call.
         method: how the clocks were aligned; "" without matched collectives.
     """
@@ -54,7 +54,7 @@ class AlignedJob:
     error_us: dict[int, float] = field(default_factory=dict)
     unaligned: set[int] = field(default_factory=set)
     waits: list[Waits] = field(default_factory=list)
-    arrivals: list[Arrivals] = field(default_factory=list)
+    bounds: list[BoundVerdict] = field(default_factory=list)
     transfer_us: dict[tuple[int, int], float] = field(default_factory=dict)
     method: str = ""
 
@@ -182,7 +182,7 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
                     arrivals=arrivals,
                     end=median(call.end + aligned.offset_us[rank] for rank, call in calls.items()),
                     time_us=time_us,
-                    waiting_us=time_us - sum(aligned.transfer_us[call] for call in indices.items()),
+                    waiting_us=max(time_us - sum(aligned.transfer_us[call] for call in indices.items()), 0.0),
                     clock_error_us=sum(
                         min(aligned.error_us[rank] + aligned.error_us[last], durations_us[rank])
                         for rank in calls.keys() - {last}
@@ -193,8 +193,8 @@ def _find_waits(traces: Sequence[RankTrace], matched: _MatchedCalls, aligned: Al
         _sum_waits(*dim, [call for kind in kinds for call in timed_calls[kind]], aligned.error_us)
         for dim, kinds in sorted(group_by(timed_calls, lambda kind: (kind[0], kind[2])).items())
     ]
-    aligned.arrivals = [
-        sum_arrivals(*kind, calls, aligned.error_us)
+    aligned.bounds = [
+        judge_calls(*kind, calls, aligned.error_us)
         for kind, calls in sorted(timed_calls.items())
         if kind[1] in SYNCHRONIZING
     ]

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtbench.traces import communication as comm
-from dtbench.traces.kernel_names import kernel_collective
+from dtbench.traces.kernel_names import SIZED_ARGUMENTS, kernel_collective, kernel_dtype
 from dtbench.traces.kineto import Args, printable
 
-# Names of the events of torch.distributed.
-C10D_EVENTS = re.compile(r"^(?:c10d::|record_param_comms|nccl:|_c10d_functional)")
+# Names of the events of torch.distributed, and of ops that communicate without c10d.
+NOT_C10D = re.compile(r"(?:symm_mem|_C_custom_ar|sgl_kernel)::\w*(?:all_|reduce|broadcast)")
+C10D_EVENTS = re.compile(rf"^(?:c10d::|record_param_comms|nccl:|_c10d_functional|{NOT_C10D.pattern})")
 _NOT_A_CALLER = re.compile(
     r"^(?:autograd::engine|torch::autograd|ProfilerStep|PythonSubclass|## |dtbench:)|wait_tensor"
 )
@@ -97,13 +98,32 @@ def describe_kernel(
                 bytes=bytes_,
                 sequence=comm.to_count(args.sequence),
             )
-    payloads = [comm.payload_from_shapes(op.name, op.args, None) for op in enclosing]
-    names = (comm.parse_collective(op.name) for op in enclosing)
+    dtype, outside = kernel_dtype(kernel.name), [op for op in enclosing if NOT_C10D.match(op.name)]
+    payloads = [_payload_outside_c10d(op, by_name, dtype) for op in outside] or [
+        comm.payload_from_shapes(op.name, op.args, None) for op in enclosing
+    ]
+    names = (comm.parse_collective(op.name) for op in enclosing if not outside)
     return call._replace(
         collective=next((name for name in names if name != comm.UNKNOWN), by_name),
-        dtype=next((dtype for dtype, _ in payloads if dtype), None),
+        dtype=next((dtype for dtype, _ in payloads if dtype), dtype),
         bytes=max((size or 0 for _, size in payloads), default=0) or None,
     )
+
+
+def _payload_outside_c10d(op: Op, collective: str, dtype: str | None) -> tuple[str | None, int | None]:
+    """Returns dtype and bytes of a kernel that an op launched without c10d; None if the op does not show them.
+
+    Args:
+        collective: the kernel's collective, which the op's name must have, too.
+        dtype: the kernel's dtype, which the op's tensor must have, if the kernel's name shows one.
+    """
+    number, shapes, types = SIZED_ARGUMENTS.get(op.name, 0), op.args.shapes, op.args.types
+    if not isinstance(shapes, list) or not isinstance(types, list) or len(shapes) != len(types):
+        return None, None
+    args = Args(shapes=shapes[number : number + 1], types=types[number : number + 1])
+    payload = comm.payload_from_shapes("", args, None)
+    is_same = comm.parse_collective(op.name) == collective and payload[0] == (dtype or payload[0])
+    return payload if is_same and op.name in SIZED_ARGUMENTS else (None, None)
 
 
 def match_gloo_threads(

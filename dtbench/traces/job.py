@@ -16,7 +16,6 @@ from dtbench.records.job import (
     CallKind,
     Collective,
     DimParts,
-    InjectedDelay,
     Job,
     Lane,
     PhaseParts,
@@ -100,7 +99,8 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
     aligned = align_clocks(traces)
     drawn_step, lanes = _draw_step(traces, aligned)
     world_size = max(max(trace.world_size, trace.rank + 1) for trace in traces)
-    delay = _injected_delay(traces)
+    # Only the trace of the delayed rank has delays.
+    delay = max(filter(None, (trace.delay for trace in traces)), key=lambda delay: delay.count, default=None)
     notes = [*map(str, filter(None, [delay])), *(note for trace in traces for note in trace.notes)]
     if len(traces) < world_size:
         notes.insert(
@@ -126,27 +126,13 @@ def build_job(traces: Sequence[RankTrace], label: str = "", command: Sequence[st
             for row in sorted(_collectives(trace, aligned), key=lambda row: -row.time_s)
         ),
         waits=tuple(aligned.waits),
-        arrivals=tuple(aligned.arrivals),
+        bounds=tuple(aligned.bounds),
         aligned_by=aligned.method,
         drawn_step=drawn_step,
         drawn_s=max([0.0, *(end for lane in lanes for _, end in lane.intervals)]),
         lanes=tuple(lanes),
         delay=delay,
         notes=tuple(_merge_notes(notes)),
-    )
-
-
-def _injected_delay(traces: Sequence[RankTrace]) -> InjectedDelay | None:
-    """Returns the delay that the recorder injected, if any."""
-    rank, delay_s = next(filter(None, (trace.delay for trace in traces)), (-1, 0.0))
-    if rank < 0:
-        return None
-    delayed = [trace for trace in traces if trace.rank == rank]
-    return InjectedDelay(
-        rank=rank,
-        delay_s=delay_s,
-        count=sum(trace.delays for trace in delayed),
-        steps=sum(len(trace.steps.spans) + trace.steps.excluded for trace in delayed),
     )
 
 
@@ -269,45 +255,40 @@ def _dims(trace: RankTrace, aligned: AlignedJob) -> tuple[DimParts, ...]:
     """
     by_dim = group_by(enumerate(trace.calls), lambda indexed_call: indexed_call[1].group.mesh_dim)
     steps = union(intervals(trace.steps.spans or (trace.span,)))
-    rows, exposed = [], list[Intervals]()
+    # Mesh dim and phase -> time in progress; the same and whether it is waiting -> when it is exposed.
+    communication_s, exposed = dict[tuple[str, str], float](), dict[tuple[str, str, bool], Intervals]()
+    shows_waiting = set[str]()
     for dim, calls in sorted(by_dim.items()):
         transfers = [(call, aligned.transfer_us.get((trace.rank, index))) for index, call in calls]
         waiting = union(intervals((call.start, call.end - us) for call, us in transfers if us is not None))
-        by_phase = group_by((call for _, call in calls), lambda call: call.phase)
-        earlier, phase_rows = intervals(()), []
+        shows_waiting |= {dim for _, us in transfers if us is not None}
+        by_phase, earlier = group_by((call for _, call in calls), lambda call: call.phase), intervals(())
         for phase in sorted(by_phase, key=PHASES.index):
             messages = difference(_in_progress(by_phase[phase]), earlier)
             earlier = union(np.concatenate([earlier, messages]))
             messages = difference(messages, difference(messages, steps))
             uncovered = difference(messages, trace.compute)
-            transferring = difference(uncovered, waiting)
-            exposed += [difference(uncovered, transferring), transferring]
-            phase_rows.append((phase, length(messages) / 1e6))
-        rows.append((dim, phase_rows, any(us is not None for _, us in transfers)))
-    exposed_s = iter([us / 1e6 for us in shares(exposed)])
-    parts = list[DimParts]()
-    for dim, phase_rows, shows_waiting in rows:
-        waiting_s, phases = 0.0, list[PhaseParts]()
-        for phase, communication_s in phase_rows:
-            phase_waiting_s = next(exposed_s)
-            waiting_s += phase_waiting_s
-            phases.append(
+            exposed[dim, phase, False] = difference(uncovered, waiting)
+            exposed[dim, phase, True] = difference(uncovered, exposed[dim, phase, False])
+            communication_s[dim, phase] = length(messages) / 1e6
+    exposed_s = dict(zip(exposed, (us / 1e6 for us in shares([*exposed.values()])), strict=True))
+    return tuple(
+        DimParts(
+            mesh_dim=dim,
+            communication_s=sum(communication_s[key] for key in keys),
+            exposed_s=sum(exposed_s[*key, is_waiting] for key in keys for is_waiting in (True, False)),
+            waiting_s=sum(exposed_s[*key, True] for key in keys) if dim in shows_waiting else None,
+            phases=tuple(
                 PhaseParts(
-                    phase=phase,
-                    communication_s=communication_s,
-                    exposed_s=phase_waiting_s + next(exposed_s),
+                    phase=key[1],
+                    communication_s=communication_s[key],
+                    exposed_s=exposed_s[*key, True] + exposed_s[*key, False],
                 )
-            )
-        parts.append(
-            DimParts(
-                mesh_dim=dim,
-                communication_s=sum(part.communication_s for part in phases),
-                exposed_s=sum(part.exposed_s for part in phases),
-                waiting_s=waiting_s if shows_waiting else None,
-                phases=tuple(phases),
-            )
+                for key in keys
+            ),
         )
-    return tuple(parts)
+        for dim, keys in group_by(communication_s, lambda key: key[0]).items()
+    )
 
 
 def _step_parts(trace: RankTrace, messages: Intervals, start: float, end: float) -> StepParts:

@@ -68,12 +68,45 @@ _COLLECTIVES = (
     (r"reduce_?scatter_?(?:small|medium|large)\w*kernel\w*", "reduce_scatter"),
 )
 _KNOWN = tuple((re.compile(rf"(?:.*::)?(?:{name})", re.IGNORECASE), kind) for name, kind in _COLLECTIVES)
+# Types in template arguments -> torch's dtypes. Kernels that only copy carry bytes in any type, so theirs show nothing.
+_DTYPES = (
+    (r"(?:__)?(?:nv_|hip_)?bfloat16|BFloat16", "bfloat16"),
+    (r"(?:__)?half|Half", "float16"),
+    (r"float|f", "float32"),
+    (r"double|d", "float64"),
+)
+_REDUCES = re.compile(r"(?i)reduce|rdxn|combine")
+# A mangled first argument: a letter, or a name after its length, maybe within a namespace.
+_MANGLED_TYPE = re.compile(r"I(?:([fd])|N?(?:\d+[a-z]\w*?)?\d{1,2}((?:__)?[A-Za-z]\w*?))[EL]")
 _MAX_NAME = 600  # characters of a name that are read; the function's own name comes first
 _LENGTH = re.compile(r"L?(\d{1,3})")  # before each part of a mangled name
 # torch uses one kernel for both: it is a reduce_scatter if its fourth template argument is true.
 _SCATTERS = re.compile(
     r"two_shot_all_reduce_kernel(?:<[^<>]+, \d+, -?\d+, true|I\w{1,40}?Li\d+ELin?\d+ELb1E)"
 )
+# Ops that launch such kernels -> the number of the argument whose size is that of the call. Other ops may have buffers
+# larger than what is sent. torch: c10d/symm_mem/SymmetricMemory.cpp; vLLM: csrc/torch_bindings.cpp, and
+# csrc/custom_all_reduce.cu before 2025; sglang: sgl-kernel/csrc/common_extension.cc.
+SIZED_ARGUMENTS = {
+    "symm_mem::multimem_all_reduce_": 0,
+    "symm_mem::multimem_one_shot_all_reduce": 0,
+    "symm_mem::multimem_one_shot_all_reduce_out": 0,
+    "symm_mem::multimem_one_shot_reduce_out": 0,
+    "symm_mem::multimem_all_gather_out": 2,
+    "symm_mem::one_shot_all_reduce": 0,
+    "symm_mem::one_shot_all_reduce_out": 0,
+    "symm_mem::one_shot_all_reduce_copy": 1,
+    "symm_mem::one_shot_all_reduce_copy_out": 1,
+    "symm_mem::two_shot_all_reduce_": 0,
+    "symm_mem::two_shot_all_reduce_out": 0,
+    "symm_mem::reduce_scatter_out": 0,
+    "symm_mem::nvshmem_broadcast": 0,
+    "symm_mem::nvshmem_all_to_all": 0,
+    "_C_custom_ar::all_reduce": 1,
+    "_C_custom_ar::all_reduce_reg": 1,
+    "_C_custom_ar::all_reduce_unreg": 1,
+    "sgl_kernel::all_reduce": 1,
+}
 # Names of unknown kernels that may communicate, except for collectives within a thread block or a warp.
 MAY_COMMUNICATE = re.compile(
     r"(?i)^(?!.*(?:block|warp|wave|thread|quad|lane)_?all)"
@@ -110,3 +143,19 @@ def kernel_collective(name: str) -> str:
         (kind or parse_collective(function) for pattern, kind in _KNOWN if pattern.fullmatch(function)), ""
     )
     return "reduce_scatter" if collective and _SCATTERS.search(name) else collective
+
+
+@lru_cache(2**14)
+def kernel_dtype(name: str) -> str | None:
+    """Returns the dtype that a communication kernel reduces, as its template arguments show; None if they do not.
+
+    Several dtypes show nothing, since one may be that of the sum.
+    """
+    function = function_of(name).rpartition("::")[2]
+    arguments = name[:_MAX_NAME].partition(function or "(")[2]
+    if mangled := _MANGLED_TYPE.match(arguments):
+        types = [mangled[1] or mangled[2]]
+    else:
+        types = re.split(r"[<>,]\s*|::", arguments.partition("(")[0]) if arguments.startswith("<") else []
+    dtypes = {dtype for pattern, dtype in _DTYPES for type_ in types if re.fullmatch(pattern, type_)}
+    return dtypes.pop() if len(dtypes) == 1 and _REDUCES.search(function) else None

@@ -19,6 +19,7 @@ import numpy as np
 
 from dtbench.errors import UnreadableRunError
 from dtbench.grouping import group_by
+from dtbench.records.job import InjectedDelay
 from dtbench.text.units import format_seconds, plural
 from dtbench.traces import communication as comm
 from dtbench.traces.host_calls import (
@@ -99,8 +100,7 @@ class RankTrace:
         on_gpu: whether the trace has kernels.
         window: what dtbench wrote about the recorded steps. "asked" and "whole" are the numbers of requested
             and complete steps. "why" is the reason for fewer. "warm" is true if the recording contains no warm-up.
-        delay: rank and seconds of the delay that was to be injected, if any.
-        delays: number of injected delays in this trace.
+        delay: the injected delay, if any, with the number of delays in this trace.
         notes: what was excluded or is unknown.
     """
 
@@ -120,8 +120,7 @@ class RankTrace:
     steps: Steps = field(default_factory=Steps)
     on_gpu: bool = False
     window: dict[str, Any] = field(default_factory=dict)
-    delay: tuple[int, float] | None = None
-    delays: int = 0
+    delay: InjectedDelay | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -295,8 +294,9 @@ class _RankReader:
             device=printable(recorder.get("device", "")),
             on_gpu=on_gpu,
             window=window,
-            delay=_parse_delay(recorder.get("delay")),
-            delays=sum(name == _DELAY for name, _, _ in self._annotations),
+            delay=_parse_delay(
+                recorder.get("delay"), sum(name == _DELAY for name, _, _ in self._annotations)
+            ),
         )
         launched = self._launched()
         trace.launched = launched[np.argsort(launched[:, 1], kind="stable")][:, ::-1]
@@ -573,10 +573,10 @@ class _RankReader:
         }
 
 
-def _parse_delay(text: object) -> tuple[int, float] | None:
-    """Returns rank and seconds of an injected delay from the recorder's text; None without one."""
+def _parse_delay(text: object, count: int) -> InjectedDelay | None:
+    """Returns the injected delay from the recorder's text, "RANK SECONDS"; None without one."""
     match = re.fullmatch(r"(\d{1,9}) (\d{1,9}\.\d{1,9})", str(text))
-    return (int(match[1]), float(match[2])) if match else None
+    return InjectedDelay(rank=int(match[1]), delay_s=float(match[2]), count=count) if match else None
 
 
 def _number(value: object) -> int:
