@@ -271,16 +271,19 @@ def params_of(mesh_dim: str, n: int, groups: str, mode: str, dtype: str, size: i
 def build_routed(point: RoutedSweepPoint, dtype: torch.dtype, world: World) -> Workload:
     group, counts, width = world.mesh.get_group(str(point.params["mesh_dim"])), point.counts, point.width
     rank, splits = group.rank(), (point.received(group.rank()), counts[group.rank()])
-    # (rows, width): the data that each rank sends
-    sent = [
-        moved_values(r, sum(row) * width, dtype, world.device).view(-1, width) for r, row in enumerate(counts)
-    ]
-    received = sent[rank].new_empty(sum(splits[0]), width)
+
+    def sent_by(source: int) -> torch.Tensor:  # (rows, width)
+        return moved_values(source, sum(counts[source]) * width, dtype, world.device).view(-1, width)
+
+    def received_from(source: int) -> torch.Tensor:  # (rows, width)
+        return sent_by(source).split(counts[source])[rank]  # type: ignore[no-any-return]
+
+    sent, received = sent_by(rank), torch.empty(sum(splits[0]), width, dtype=dtype, device=world.device)
     call = TimedCollective(
-        partial(dist.all_to_all_single, received, sent[rank], *splits, group=group),
+        partial(dist.all_to_all_single, received, sent, *splits, group=group),
         received.zero_,
         received,
-        lambda: torch.cat([rows.split(row)[rank] for rows, row in zip(sent, counts, strict=True)]),
+        lambda: torch.cat([received_from(source) for source in range(len(counts))]),
     )
     return Workload(call.run, check=call.check, counters=lambda: point.skew)
 
