@@ -324,7 +324,7 @@ def all_to_all_single_autograd(
     self: torch.Tensor,
     output_split_sizes: list[int] | None,
     input_split_sizes: list[int] | None,
-    group: Group | DeviceMesh | tuple[DeviceMesh, int] | str,
+    group: Group | DeviceMesh | tuple[DeviceMesh, int],
     tag: str = "",
 ) -> torch.Tensor:
     """Sends parts of dim 0 to the ranks of a group, as experts do in dispatch and combine. Waits for the result.
@@ -336,7 +336,7 @@ def all_to_all_single_autograd(
         self: (rows, ...), the parts for ranks 0, 1, ... one after the other. Need not be contiguous.
         output_split_sizes: rows to receive from each rank. None, for both splits, means equal parts.
         input_split_sizes: rows to send to each rank. May contain 0.
-        group: a process group or its name, a one-dimensional mesh, or a mesh with the number of its dim.
+        group: a process group, a one-dimensional mesh, or a mesh with the number of its dim.
         tag: ignored; torch has it.
 
     Returns:
@@ -348,8 +348,6 @@ def all_to_all_single_autograd(
     if isinstance(group, (DeviceMesh, tuple)):
         mesh, dim = group if isinstance(group, tuple) else (group, None)
         group = mesh.get_group(dim)
-    elif isinstance(group, str):
-        group = torch_compat.resolve_group(group)
     n, rank, rows = group.size(), group.rank(), self.size(0)
     equal = [rows // n] * n if rows % n == 0 and output_split_sizes is input_split_sizes is None else []
     outputs, inputs = output_split_sizes or equal, input_split_sizes or equal

@@ -89,11 +89,11 @@ def test_dispatch_and_combine_with_a_tensor_used_twice() -> None:
 
 
 @on_everywhere
-def test_groups_may_be_meshes_names_and_ordered_groups() -> None:
+def test_groups_may_be_meshes_and_ordered_groups() -> None:
     """An ordered group counts its ranks in the caller's order; a mesh in that of its process group, as in torch."""
     rank, order = dist.get_rank(), [*range(1, N), 0]
     mesh = mesh_in(order)
-    for group in (mesh, (mesh, 0), mesh.get_group().group_name):
+    for group in (mesh, (mesh, 0), mesh.get_group()):
         check(COUNTS["unequal"], group, rank)
     check(COUNTS["unequal"], OrderedGroup(dist.group.WORLD, order), order.index(rank))
 

@@ -107,11 +107,6 @@ def _units_of_suite(tasks: Sequence[Task]) -> list[list[Task]]:
     ]
 
 
-def _has_share(task: Task) -> bool:
-    priority = task.suite.budget_priority
-    return priority is None or priority(task.case) is not None
-
-
 def coarse_to_fine(count: int) -> Iterator[int]:
     """Yields all of range(count): the ends, the middle, the middles of the halves, and so on."""
     gaps = [(0, count - 1)]
@@ -144,8 +139,11 @@ class Deadlines:
         self._quick = quick
         self._units = {id(unit[0].case): unit for unit in _units(tasks)}
         self._remaining_s = {
-            suite: estimate_s([*filter(_has_share, suite_tasks)] or suite_tasks, quick)
+            suite: estimate_s(
+                [task for task in suite_tasks if priority(task.case) is not None] or suite_tasks, quick
+            )
             for suite, suite_tasks in group_by(tasks, lambda task: task.suite.name).items()
+            for priority in [suite_tasks[0].suite.budget_priority or bool]  # by default, no case comes last
         }
         self._suite = ""
         self._refused: set[str] = set()  # suites

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from dtbench.cost.routing_cost import routing_costs
+from dtbench.cost.exchanges import payload_choices, routing_costs
 from dtbench.engine.findings import describe_host_time, describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
@@ -317,6 +317,7 @@ def _run_json(run: Run) -> dict[str, object]:
         "step_growths": msgspec.to_builtins(step_growths(run.results)),
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
         "routing_costs": msgspec.to_builtins(routing_costs([run])),
+        "payload_choices": msgspec.to_builtins(payload_choices([run])),
     }
 
 

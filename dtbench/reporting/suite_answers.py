@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from dtbench.cost.routing_cost import routing_costs
+from dtbench.cost.exchanges import payload_choices, routing_costs
 from dtbench.records.result import Run
 from dtbench.text import columns
 from dtbench.text.table import Table
-from dtbench.text.units import format_interval, format_size
+from dtbench.text.units import format_bytes, format_interval, format_size
 
 ONE_LAUNCH = " Intervals from a single launch are too narrow: measure with --launches 5."
 
 
 def answer_tables(runs: Sequence[Run]) -> list[Table]:
     """Returns the tables for which the runs have results."""
-    return [table for table in (routing_table(runs),) if table.total_rows]
+    return [table for table in (routing_table(runs), payload_table(runs)) if table.total_rows]
 
 
 def routing_table(runs: Sequence[Run]) -> Table:
@@ -39,4 +39,23 @@ def routing_table(runs: Sequence[Run]) -> Table:
         "that leave a rank per second, on average. Fullest rank: rows that it receives over the mean."
         + ONE_LAUNCH
         * any(change and change.pairs == 1 for change in changes),
+    )
+
+
+def payload_table(runs: Sequence[Run]) -> Table:
+    """Returns the table of `payload_choices`."""
+    choices = payload_choices(runs)
+    return Table(
+        "payload: the size from which a narrower dtype pays, with its conversion",
+        [
+            columns.text("Mesh dim", [f"{choice.mesh_dim}={choice.ranks}" for choice in choices]),
+            columns.text("Collective", [choice.collective for choice in choices]),
+            columns.text("Payload", [choice.payload for choice in choices]),
+            columns.sizes("Clearly loses up to", [format_size(choice.low_bytes) for choice in choices]),
+            columns.sizes("Pays from", [format_bytes(choice.pays_from_bytes) for choice in choices]),
+            columns.sizes("Clearly pays from", [format_size(choice.high_bytes) for choice in choices]),
+            columns.text("Answer", [choice.verdict for choice in choices]),
+        ],
+        note="Sizes are those of the float32 tensor. A size clearly loses or pays if the 95% interval of the total "
+        "time over that of float32 excludes 1. In between, the size is interpolated.",
     )

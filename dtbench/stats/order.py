@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,25 +107,17 @@ def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated
     )
 
 
-class Variant(NamedTuple):
-    """A variant of a case, compared with the base variant that the same launches measured.
-
-    Attributes:
-        result: the result of its first launch.
-        time_s: seconds, median over launches.
-        change: time / time of the base variant, with its 95% interval; None for the base itself, or without one.
-    """
-
-    result: Result
-    time_s: float
-    change: Change | None
-
-
-def variants(runs: Iterable[Run], suite: str, param: str, base: str) -> Iterator[Variant]:
-    """Yields the cases of a suite that have the param, each compared with the case that differs in this param alone.
+def variants(
+    runs: Iterable[Run], suite: str, param: str, base: str
+) -> Iterator[tuple[Result, float, Change | None]]:
+    """Compares the cases of a suite that have the param with the base: the case that differs in this param alone.
 
     Args:
         base: value of the param that the others are compared with.
+
+    Yields:
+        The result of the case's first launch; its time in seconds, median over launches; and that time over the time of
+        the base, with its 95% interval. The last is None for the base itself, or if no launch measured both.
     """
     timed = (
         ((run.header.run_id, result.launch), result)
@@ -146,7 +138,7 @@ def variants(runs: Iterable[Run], suite: str, param: str, base: str) -> Iterator
     for (case, value), launches in by_case.items():
         change = resampled_ratio(by_case.get((case, base), {}), launches) if value != base else None
         times = [result.estimate_s or 0.0 for result in launches.values()]
-        yield Variant(next(iter(launches.values())), median(times), change)
+        yield next(iter(launches.values())), median(times), change
 
 
 def resampled_ratio(

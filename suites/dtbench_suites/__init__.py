@@ -13,6 +13,7 @@ SUITES = {
     "expert_parallel": "dispatch and combine of an expert layer, by routing (only when named)",
     "overlap": "waiting for collectives at first use and immediately",
     "packing": "host time of packing buckets, without communication (only when named)",
+    "payload": "collectives sent in a narrower dtype, with the conversion (only when named)",
     "redistribute": "time to change a DTensor's placement, per mesh dim",
     "tensor_parallel": "transformer blocks sharded over one mesh dim",
 }

@@ -288,10 +288,6 @@ def build_routed(point: RoutedSweepPoint, dtype: torch.dtype, world: World) -> W
     return Workload(call.run, check=call.check, counters=lambda: point.skew)
 
 
-def budget_priority(case: Case) -> bool | None:
-    return None if ROUTING in case.params else is_calibrated_with(case)
-
-
 @suite(
     "collectives",
     world="ranks",
@@ -299,7 +295,7 @@ def budget_priority(case: Case) -> bool | None:
     options=OPTION,
     impl_s=(0.155, 0.095),
     refinement=refinement_of(case_of),
-    budget_priority=budget_priority,
+    budget_priority=lambda case: None if ROUTING in case.params else is_calibrated_with(case),
 )
 def collectives(options: RunOptions) -> Iterator[Case]:
     yield from sweep_cases(

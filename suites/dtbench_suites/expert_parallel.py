@@ -66,12 +66,9 @@ def build_impl(point: RoutedSweepPoint, passes: str, dtype: torch.dtype, impl: s
         return [wait_for(through_experts(tensor)) for tensor in tensors]
 
     def check() -> str | None:
-        factors = [torch.full((rows_sent, 1), r % 2 + 1) for r, rows_sent in enumerate(sent)]
-        scale = torch.cat(factors).to(rows)
+        scale = torch.cat([torch.full((count, 1), r % 2 + 1) for r, count in enumerate(sent)]).to(rows)
         expected = {"the combined rows": rows * scale, "the gradient": cotangent * scale}
-        wrong = [
-            mismatch(got, want, name) for got, (name, want) in zip(step(), expected.items(), strict=False)
-        ]
+        wrong = map(mismatch, step(), expected.values(), expected)  # got, want, name
         return next(filter(None, wrong), None)
 
     return Workload(step, check=check, counters=lambda: point.skew)

@@ -39,7 +39,7 @@ OPTION = {
 HEADER = ["source", "destination", "count"]
 # Weights of models are rounded to integers of this scale, so that all arithmetic is exact.
 _SCALE = 2**40
-_MODEL = re.compile(r"(lognormal|zipf)\((\d{1,3}(?:\.\d{1,6})?)\)")
+_MODEL, _NUMBER = re.compile(r"(lognormal|zipf)\((\d{1,3}(?:\.\d{1,6})?)\)"), re.compile(r"\s*[0-9]{1,15}\s*")
 
 
 class RoutedSweepPoint(NamedTuple):
@@ -62,8 +62,8 @@ class RoutedSweepPoint(NamedTuple):
     @property
     def moved_share(self) -> float:
         """The share of the rows whose source and destination differ."""
-        rows = sum(map(sum, self.counts))
-        return (rows - sum(row[rank] for rank, row in enumerate(self.counts))) / rows
+        kept, rows = sum(row[rank] for rank, row in enumerate(self.counts)), sum(map(sum, self.counts))
+        return (rows - kept) / rows
 
     @property
     def skew(self) -> dict[str, float]:
@@ -161,8 +161,7 @@ def read_counts(path: Path) -> dict[tuple[int, int], int]:
             f"--routing {path}: {describe(error)}; expected a file of counts or one of uniform, lognormal(SIGMA), "
             "zipf(S), hot"
         ) from None
-    is_number = re.compile(r"\s*[0-9]{1,15}\s*").fullmatch
-    bad = [row for row in rows if len(row) != len(HEADER) or not all(map(is_number, row))]
+    bad = [row for row in rows if len(row) != len(HEADER) or not all(map(_NUMBER.fullmatch, row))]
     if bad or [cell.strip().lower() for cell in header] != HEADER:
         raise UsageError(
             f"--routing {path} has {','.join([*bad, header][0])[:60]!r}: expected the header {','.join(HEADER)}, and "

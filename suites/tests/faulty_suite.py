@@ -18,7 +18,15 @@ import dtbench_core
 from dtbench.suite import Case, RunOptions, Workload
 from dtbench.suite.registry import load, suite
 from dtbench_core import comm
-from dtbench_suites import bucketer, bucketer_reference, collectives, embedding, overlap, tensor_parallel
+from dtbench_suites import (
+    bucketer,
+    bucketer_reference,
+    collectives,
+    embedding,
+    overlap,
+    payload,
+    tensor_parallel,
+)
 
 
 def spoil(tensor: torch.Tensor) -> None:
@@ -103,9 +111,10 @@ Fault = tuple[Any, str, Callable[[Any], Any]]
 
 def faults() -> list[Fault]:
     """Returns (owner, attribute, wrapper) of each function that can be spoiled."""
-    outputs = [(m, "reduce_scatter_single") for m in (collectives, bucketer, bucketer_reference)]
+    outputs = [(m, "reduce_scatter_single") for m in (collectives, bucketer, bucketer_reference, payload)]
     outputs += [(dist, name) for name in ("all_reduce", "all_to_all_single", "broadcast", "scatter")]
-    outputs += [(collectives, "all_gather_single"), (comm, "reduce_scatter"), (overlap, "use")]
+    outputs += [(m, "all_gather_single") for m in (collectives, payload)]
+    outputs += [(comm, "reduce_scatter"), (overlap, "use")]
     return [
         *((owner, name, spoiled_output) for owner, name in outputs),
         (comm, "exchanged", spoiled_tensor),
@@ -148,6 +157,7 @@ SPOILED = {
     "embedding": ("step_of",),
     "expert_parallel": ("all_to_all_single", "exchanged"),
     "overlap": ("use",),
+    "payload": tuple(COLLECTIVES.split()),
 }
 
 

@@ -100,6 +100,7 @@ def test_checks_of_every_suite_detect_a_fault(tmp_path: Path):
         "embedding": 3 * 2 * 3,
         "expert_parallel": 2 * 2 * 3,
         "overlap": 2 * 4,
+        "payload": 3 * 3,
     }
 
 
@@ -197,6 +198,21 @@ def test_routed_exchanges_are_right_with_counts_of_zero(tmp_path: Path) -> None:
     ]
     assert recorded.busbw_Bps and recorded.algbw_Bps
     assert recorded.busbw_Bps / recorded.algbw_Bps == pytest.approx(13 / 17, abs=0.01)
+
+
+def test_every_payload_and_part_is_right_on_four_ranks(tmp_path: Path) -> None:
+    words = "run payload --mesh dp=4 --size 2KiB,64KiB --device cpu -o x.jsonl"
+    done = start(*words.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = read_run(tmp_path / "x.jsonl").results
+    assert [(r.name, r.params, r.reason) for r in results if r.status != "ok"] == []
+    assert len(results) == 2 * 3 * 7 and {r.size_bytes for r in results} == {2048, 65536}
+    sent = {(r.name, r.params["payload"]): r.counters["sent_bytes"] for r in results if r.size_bytes == 65536}
+    for name, whole in (("all_gather", 65536 / 4), ("reduce_scatter", 65536), ("all_to_all", 65536)):
+        assert sent[name, "float32"] == whole and sent[name, "bfloat16"] == whole / 2
+        assert sent[name, "float8_e4m3fn"] == whole / 4 + whole / 128  # with a scale per 128 elements
+    (shown,) = json.loads(start("show", "x.jsonl", "--json", cwd=tmp_path).stdout)
+    assert len(shown["payload_choices"]) == 3 * 2
 
 
 # ---- example programs ----

@@ -10,6 +10,7 @@ from dtbench.grouping import group_by, sort_by_order
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.figures import MAX_DOT_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct, geometric_mean
+from dtbench.reporting.suite_answers import payload_table
 from dtbench.stats.dispatch_headline import FEWEST_CASES
 from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
@@ -229,7 +230,10 @@ def other_suites(claimed: Collection[str]) -> Part:
         )
         for suite, cases in suites.items():
             note_slow_floors(section, cases, f"Suite {suite}: ")
-        section.add(*(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()))
+        section.add(
+            payload_table(material.sources.runs),
+            *(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()),
+        )
 
     return Part("others", "Other suites", fill)
 

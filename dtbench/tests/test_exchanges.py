@@ -1,4 +1,4 @@
-"""The cost of unequal parts in an all-to-all, on runs made by construction, and what does not read their cases."""
+"""The cost of unequal parts in an all-to-all, and the size from which a payload pays, on runs made by construction."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from dtbench.comparison.references import compare_with_reference, read_systems
 from dtbench.cost import calibration
-from dtbench.cost.routing_cost import RoutingCost, routing_costs
+from dtbench.cost.exchanges import PayloadChoice, RoutingCost, choose_payload, payload_choices, routing_costs
 from dtbench.engine.findings import next_commands
 from dtbench.engine.refine import sizes_between
 from dtbench.records.comparison import Change
@@ -222,3 +222,115 @@ def test_files_with_odd_values_are_shown(tmp_path: Path, dtbench: Cli) -> None:
     path = made_up.write(tmp_path / "run.jsonl", made_up.run(results))
     code, shown, error = dtbench("show", str(path))
     assert code == 0 and "\x1b[2J" not in shown and "3.5=0" in shown, error
+
+
+# ---- the size from which a narrower payload pays ----
+
+KIB = 2**10
+SIZES = tuple(KIB * 4**k for k in range(6))  # 1 KiB to 1 MiB
+
+
+def chosen(ratios: Sequence[float], spread: float = 0.05) -> PayloadChoice:
+    """Returns the choice for ratios at SIZES, whose intervals extend by `spread` on both sides; 0 for no intervals."""
+    changes = {
+        size: Change(ratio=r, low=r * (1 - spread), high=r * (1 + spread)) if spread else Change(ratio=r)
+        for size, r in zip(SIZES, ratios, strict=False)
+    }
+    return choose_payload("tp", 4, "all_gather", "bfloat16", changes)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict", "pays_from", "low", "high"),
+    [
+        # 2x slower at 4 KiB, 2x faster at 16 KiB: on logarithmic scales, they are equal halfway, at 8 KiB.
+        ([4, 2, 0.5, 0.4], "pays from 8.000 KiB on", 8 * KIB, 4 * KIB, 16 * KIB),
+        # A third of the way in log ratio: 4 KiB * 4^(1/3).
+        ([4, 2, 0.25, 0.2], "pays from 6.350 KiB on", round(4 * KIB * 4 ** (1 / 3)), 4 * KIB, 16 * KIB),
+        # Unclear sizes between the last clear loss and the first clear gain.
+        ([2, 1.02, 1 / 1.02, 0.5], "pays from 8.000 KiB on", 8 * KIB, KIB, 64 * KIB),
+        # Several crossings: it pays from the last one on.
+        ([0.5, 2, 0.5, 2, 0.5, 0.5], "pays from 128.0 KiB on", 128 * KIB, 64 * KIB, 256 * KIB),
+        # An unclear size above does not revoke the answer.
+        ([2, 0.5, 1.01, 0.5], "pays from 2.000 KiB on", 2 * KIB, KIB, 4 * KIB),
+        ([0.5, 0.5, 0.5], "pays at all measured sizes", None, None, KIB),
+        ([0.98, 0.97, 0.5], "pays from 16.00 KiB on", None, None, 16 * KIB),
+        ([2, 2, 2], "pays at no measured size", None, 16 * KIB, None),
+        ([1.01, 0.99, 1.0], "pays at no measured size", None, None, None),
+        ([0.5, 0.5, 2], "pays only below 16 KiB", None, 16 * KIB, None),
+    ],
+)
+def test_payload_pays_from_the_last_crossing_on(
+    ratios: Sequence[float], verdict: str, pays_from: int | None, low: int | None, high: int | None
+) -> None:
+    choice = chosen(ratios)
+    assert (choice.verdict, choice.pays_from_bytes) == (verdict, pays_from)
+    assert (choice.low_bytes, choice.high_bytes) == (low, high)
+
+
+def test_ratios_without_intervals_give_no_size() -> None:
+    choice = chosen([2.0, 0.5], spread=0)
+    assert (choice.verdict, choice.pays_from_bytes) == ("pays at no measured size", None)
+
+
+def payloads(crossing_bytes: float, noise: float, *, launches: int = 1, seed: int = 1) -> Iterator[Result]:
+    """float32 takes 1 ms + 1 ms per crossing; bfloat16 1.5 ms + 0.5 ms per crossing: they are equal at the crossing."""
+    rng = np.random.default_rng(seed)
+    for launch, size, (payload, part) in itertools.product(
+        range(launches),
+        SIZES,
+        [("float32", "total"), *itertools.product(["bfloat16"], ["total", "transfer"])],
+    ):
+        load = size / crossing_bytes
+        exact = {"float32": 1 + load, "bfloat16": 1.5 + 0.5 * load}[payload] * (
+            0.1 if part == "transfer" else 1
+        )
+        times = 1e-3 * exact * np.exp(rng.normal(0, noise, 40))
+        params = {
+            "mesh_dim": "tp",
+            "ranks": 4,
+            "dtype": "float32",
+            "size": size,
+            "payload": payload,
+            "part": part,
+        }
+        yield made_up.result(
+            "payload", "all_gather", "c10d", params, times.tolist(), size_bytes=size, launch=launch
+        )
+
+
+@pytest.mark.parametrize("launches", [1, 4])
+def test_crossing_of_a_run_lies_within_its_interval(launches: int) -> None:
+    crossing = 32 * KIB
+    (choice,) = payload_choices([made_up.run(list(payloads(crossing, 0.02, launches=launches)))])
+    assert (choice.mesh_dim, choice.ranks, choice.collective, choice.payload) == (
+        "tp",
+        4,
+        "all_gather",
+        "bfloat16",
+    )
+    assert (choice.low_bytes, choice.high_bytes) == (16 * KIB, 64 * KIB)
+    assert choice.pays_from_bytes == pytest.approx(crossing, rel=0.15)
+
+
+def test_noise_widens_the_interval_of_the_crossing() -> None:
+    (choice,) = payload_choices([made_up.run(list(payloads(32 * KIB, 0.5, seed=3)))])
+    assert (choice.low_bytes or 0) < 16 * KIB or (choice.high_bytes or SIZES[-1] + 1) > 64 * KIB
+
+
+def test_payloads_are_shown_in_text_json_and_on_the_page(tmp_path: Path, dtbench: Cli) -> None:
+    results = list(payloads(32 * KIB, 0.02))
+    path = made_up.write(tmp_path / "run.jsonl", made_up.run(results))
+    shown = dtbench("show", str(path))[1]
+    line = next(line for line in shown.splitlines() if line.startswith("tp=4") and "bfloat16" in line)
+    assert "16 KiB" in line and "64 KiB" in line and "pays from 3" in line
+    choices = json.loads(dtbench("show", str(path), "--json")[1])[0]["payload_choices"]
+    assert msgspec.convert(choices, list[PayloadChoice]) == payload_choices([made_up.run(results)])
+    on_page = section("others", results).tables[0]
+    assert on_page.caption.startswith("payload: the size") and on_page.rows[0][2][-1].startswith(
+        "pays from 3"
+    )
+
+
+def test_payload_without_float32_gives_no_answer() -> None:
+    results = [r for r in payloads(32 * KIB, 0.02) if r.params["payload"] != "float32"]
+    assert payload_choices([made_up.run(results)]) == []

@@ -1,0 +1,163 @@
+"""Answers of the suites that measure exchanges: the cost of unequal parts, and the size from which a payload pays.
+
+An all-to-all of unequal parts is compared with the uniform routing of the same size. If the fullest rank alone
+determined the time, the cost would be the rows that it receives over the mean. The rest is due to the order of
+messages, shared links and the latency of more or fewer messages.
+
+A collective that is sent in a narrower dtype pays where its total time, with the conversion, is below that of float32.
+A size clearly pays or loses if the 95% interval of the ratio excludes 1.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from dtbench.grouping import group_by
+from dtbench.records.comparison import Change
+from dtbench.records.result import Run, integer_param
+from dtbench.stats import variants
+from dtbench.suite import ROUTING
+from dtbench.text.units import format_bytes, format_ratio, format_size
+
+
+class RoutingCost(msgspec.Struct, frozen=True, kw_only=True):
+    """An all-to-all with one routing, compared with the uniform one.
+
+    Attributes:
+        routing: name of the routing.
+        size_bytes: mean bytes that a rank sends, including those to itself.
+        time_s: seconds, median over launches.
+        busbw_Bps: bytes per second that a rank sends to other ranks, on average over the ranks.
+        change: time / time of the uniform routing, with its 95% interval; None for that routing itself, or if no launch
+            measured it.
+        max_over_mean: rows that the fullest rank receives, over the mean.
+    """
+
+    mesh_dim: str
+    ranks: int
+    dtype: str
+    size_bytes: int
+    routing: str
+    time_s: float
+    busbw_Bps: float | None = None  # noqa: N815 - spelled as in the run file
+    change: Change | None = None
+    max_over_mean: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The cost of the skew in words; "" for the uniform routing."""
+        change, share = self.change, self.max_over_mean or 1.0
+        if change is None:
+            return "" if self.routing == "uniform" else "no time of the uniform routing"
+        ratio = format_ratio(change.ratio)
+        if not change.low or not change.high or change.low <= 1 <= change.high:
+            return "no clear cost"
+        if change.high < 1:
+            return f"takes {ratio} the time of uniform"
+        fullest = "of which {} is" if share <= change.ratio else "less than the {} of"
+        reason = f", {fullest.format(format_ratio(share))} the fullest rank" if share > 1 else ""
+        return f"skew costs {ratio}{reason}"
+
+
+def routing_costs(runs: Iterable[Run]) -> list[RoutingCost]:
+    """Returns the cost of every routing of the suite `collectives`, by mesh dim, dtype and size."""
+    return [
+        RoutingCost(
+            mesh_dim=str(result.params.get("mesh_dim")),
+            ranks=integer_param(result.params, "ranks"),
+            dtype=str(result.params.get("dtype")),
+            size_bytes=result.size_bytes or 0,
+            routing=str(result.params[ROUTING]),
+            time_s=time_s,
+            busbw_Bps=(result.busbw_Bps or 0.0) * (result.estimate_s or 0.0) / time_s or None,
+            change=change,
+            max_over_mean=result.counters.get("max_over_mean_received"),
+        )
+        for result, time_s, change in variants(runs, "collectives", ROUTING, "uniform")
+    ]
+
+
+class PayloadChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The size from which sending a collective in a narrower dtype pays.
+
+    Attributes:
+        collective: name of the collective.
+        payload: the narrower dtype.
+        verdict: the answer in words.
+        pays_from_bytes: estimated size from which on it pays, in bytes of float32: where the ratio crosses 1,
+            interpolated on logarithmic scales. None if it is not between two measured sizes.
+        low_bytes: the largest size that clearly loses; None if none does.
+        high_bytes: the smallest size above that which clearly pays; None if none does.
+    """
+
+    mesh_dim: str
+    ranks: int
+    collective: str
+    payload: str
+    verdict: str
+    pays_from_bytes: int | None = None
+    low_bytes: int | None = None
+    high_bytes: int | None = None
+
+
+def payload_choices(runs: Iterable[Run]) -> list[PayloadChoice]:
+    """Returns the choice for every mesh dim, collective and narrower dtype of the suite `payload`."""
+    compared = (
+        (result, change)
+        for result, _, change in variants(runs, "payload", "payload", "float32")
+        if change is not None and result.params.get("part") == "total"
+    )
+    by_curve = group_by(
+        compared,
+        lambda pair: (
+            str(pair[0].params.get("mesh_dim")),
+            integer_param(pair[0].params, "ranks"),
+            pair[0].name,
+            str(pair[0].params["payload"]),
+        ),
+    )
+    return [
+        choose_payload(*curve, {result.size_bytes or 0: change for result, change in pairs})
+        for curve, pairs in by_curve.items()
+    ]
+
+
+def choose_payload(
+    mesh_dim: str, ranks: int, collective: str, payload: str, changes: Mapping[int, Change]
+) -> PayloadChoice:
+    """Chooses the size from which on the payload pays.
+
+    Args:
+        changes: size in bytes -> total time of the payload / that of float32.
+    """
+    sizes = sorted(changes)
+    loses = [size for size in sizes if (changes[size].low or 0) > 1]
+    pays = [size for size in sizes if 0 < (changes[size].high or 0) < 1]
+    low = max(loses, default=None)
+    high = min((size for size in pays if size > (low or 0)), default=None)
+    crossings = [
+        round(a * (b / a) ** (math.log(changes[a].ratio) / math.log(changes[a].ratio / changes[b].ratio)))
+        for a, b in itertools.pairwise(size for size in sizes if (low or 0) <= size <= (high or 0))
+        if changes[a].ratio >= 1 > changes[b].ratio
+    ]
+    verdict = (
+        "pays at all measured sizes"
+        if len(pays) == len(sizes)
+        else f"pays from {format_bytes([high, *crossings][-1])} on"
+        if high is not None
+        else f"pays only below {format_size(low)}"
+        if pays
+        else "pays at no measured size"
+    )
+    return PayloadChoice(
+        mesh_dim=mesh_dim,
+        ranks=ranks,
+        collective=collective,
+        payload=payload,
+        verdict=verdict,
+        pays_from_bytes=crossings[-1] if crossings else None,
+        low_bytes=low,
+        high_bytes=high,
+    )
