@@ -5,6 +5,7 @@ If the run gives reasons to doubt a line, such as ranks that share cores or scat
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from statistics import geometric_mean, median
 
@@ -13,6 +14,7 @@ from dtbench.grouping import group_by
 from dtbench.records.result import Result, Run
 from dtbench.stats import suggests_drift, suite_drifts
 from dtbench.stats.dispatch_headline import FEWEST_CASES, PYTORCH_CASES, SINGLE_OPS, added_times, kind_of
+from dtbench.stats.exchanges import describe_exchanges
 from dtbench.stats.host_time import second_calls, step_growths
 from dtbench.stats.layout import shared_cores
 from dtbench.suite import CHOOSABLE_IMPLS, Param
@@ -40,7 +42,11 @@ def findings(run: Run) -> list[str]:
         if timed:
             doubts = _doubts(run, timed)
             lines = unreliable[doubts] if doubts else reliable
-            found = [*_findings(suite, _cases(timed)), *describe_host_time(timed)]
+            found = [
+                *_findings(suite, _cases(timed)),
+                *describe_host_time(timed),
+                *describe_exchanges(replace(run, results=tuple(timed))),
+            ]
             lines += (f"{suite}: {finding}" for finding in found)
     for doubts, lines in unreliable.items():
         reliable += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]

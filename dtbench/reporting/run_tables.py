@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from dtbench.cost.exchanges import payload_choices, routing_costs
 from dtbench.engine.findings import describe_host_time, describe_slow_floors
 from dtbench.engine.progress import status_with_caveat
 from dtbench.engine.tasks import label_of, matcher
@@ -25,6 +24,7 @@ from dtbench.records.result import MeshShape, Result, Run, estimator_of
 from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
+from dtbench.stats.exchanges import payload_choices, routing_costs
 from dtbench.stats.host_time import second_calls, step_growths
 from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
 from dtbench.suite import Param

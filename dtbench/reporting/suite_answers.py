@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-from dtbench.cost.exchanges import payload_choices, routing_costs
 from dtbench.records.result import Run
+from dtbench.stats.exchanges import payload_choices, routing_costs
 from dtbench.text import columns
 from dtbench.text.table import Table
 from dtbench.text.units import format_bytes, format_interval, format_size
-
-ONE_LAUNCH = " Intervals from a single launch are too narrow: measure with --launches 5."
 
 
 def answer_tables(runs: Sequence[Run]) -> list[Table]:
@@ -37,7 +35,7 @@ def routing_table(runs: Sequence[Run]) -> Table:
         ],
         note="Every routing of a size sends the same number of bytes. Size: mean bytes that a rank sends. Bus: bytes "
         "that leave a rank per second, on average. Fullest rank: rows that it receives over the mean."
-        + ONE_LAUNCH
+        + " Intervals from a single launch are too narrow: measure with --launches 5."
         * any(change and change.pairs == 1 for change in changes),
     )
 

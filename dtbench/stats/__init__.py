@@ -2,6 +2,7 @@
 
     order.py              quantiles, the estimate of a launch, intervals from resampling
     rank_tests.py         whether launches or pairs of launches differ, and by which ratio
+    exchanges.py          cost of unequal parts in an all-to-all, and the size from which a payload pays
     drift.py              changes that plain torch shares with all other implementations
     drops.py              sizes at which bandwidth drops
     frame.py              runs as pandas data frames

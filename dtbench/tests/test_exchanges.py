@@ -12,19 +12,19 @@ import pytest
 
 from dtbench.comparison.references import compare_with_reference, read_systems
 from dtbench.cost import calibration
-from dtbench.cost.exchanges import PayloadChoice, RoutingCost, choose_payload, payload_choices, routing_costs
-from dtbench.engine.findings import next_commands
+from dtbench.engine.findings import findings, next_commands
 from dtbench.engine.refine import sizes_between
 from dtbench.records.comparison import Change
 from dtbench.records.result import Result
 from dtbench.stats import resampled_ratio
 from dtbench.stats.drops import drops_of
+from dtbench.stats.exchanges import PayloadChoice, RoutingCost, choose_payload, payload_choices, routing_costs
 from dtbench.suite import RunOptions
 from dtbench.tests import made_up
 from dtbench.tests.html_page import section
 from dtbench.tests.made_up import Cli
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 def routed(
@@ -215,6 +215,17 @@ def test_show_prints_the_cost_in_text_and_json(tmp_path: Path, dtbench: Cli) -> 
     assert msgspec.convert(costs, list[RoutingCost]) == routing_costs([made_up.run(results)])
 
 
+def test_run_ends_with_the_cost_of_each_routing_and_the_choice_of_each_payload() -> None:
+    results = [
+        *routed({"uniform": 1.0, "zipf(1)": 2.3}, counters={"zipf(1)": 1.9}),
+        *payloads(32 * KIB, 0.02),
+    ]
+    lines = "\n".join(findings(made_up.run(results)))
+    assert "collectives: all_to_all_v zipf(1) over ep, 1 MiB: skew costs 2.29x, of which 1.90x is" in lines
+    assert "payload: bfloat16 in all_gather over tp pays from 3" in lines
+    assert "uniform over" not in lines
+
+
 def test_files_with_odd_values_are_shown(tmp_path: Path, dtbench: Cli) -> None:
     results = list(routed({"uniform": 1.0, "<b>\x1b[2J": 2.0}))
     odd = {"mesh_dim": 3.5, "ranks": "x", "routing": True}
@@ -226,7 +237,6 @@ def test_files_with_odd_values_are_shown(tmp_path: Path, dtbench: Cli) -> None:
 
 # ---- the size from which a narrower payload pays ----
 
-KIB = 2**10
 SIZES = tuple(KIB * 4**k for k in range(6))  # 1 KiB to 1 MiB
 
 

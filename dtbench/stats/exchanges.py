@@ -17,7 +17,7 @@ import msgspec
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change
 from dtbench.records.result import Run, integer_param
-from dtbench.stats import variants
+from dtbench.stats.order import variants
 from dtbench.suite import ROUTING
 from dtbench.text.units import format_bytes, format_ratio, format_size
 
@@ -104,13 +104,12 @@ class PayloadChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 def payload_choices(runs: Iterable[Run]) -> list[PayloadChoice]:
     """Returns the choice for every mesh dim, collective and narrower dtype of the suite `payload`."""
-    compared = (
-        (result, change)
-        for result, _, change in variants(runs, "payload", "payload", "float32")
-        if change is not None and result.params.get("part") == "total"
-    )
     by_curve = group_by(
-        compared,
+        (
+            (result, change)
+            for result, _, change in variants(runs, "payload", "payload", "float32")
+            if change is not None and result.params.get("part") == "total"
+        ),
         lambda pair: (
             str(pair[0].params.get("mesh_dim")),
             integer_param(pair[0].params, "ranks"),
@@ -142,22 +141,31 @@ def choose_payload(
         for a, b in itertools.pairwise(size for size in sizes if (low or 0) <= size <= (high or 0))
         if changes[a].ratio >= 1 > changes[b].ratio
     ]
-    verdict = (
-        "pays at all measured sizes"
-        if len(pays) == len(sizes)
-        else f"pays from {format_bytes([high, *crossings][-1])} on"
-        if high is not None
-        else f"pays only below {format_size(low)}"
-        if pays
-        else "pays at no measured size"
-    )
     return PayloadChoice(
         mesh_dim=mesh_dim,
         ranks=ranks,
         collective=collective,
         payload=payload,
-        verdict=verdict,
+        verdict="pays at all measured sizes"
+        if len(pays) == len(sizes)
+        else f"pays from {format_bytes([high, *crossings][-1])} on"
+        if high is not None
+        else f"pays only below {format_size(low)}"
+        if pays
+        else "pays at no measured size",
         pays_from_bytes=crossings[-1] if crossings else None,
         low_bytes=low,
         high_bytes=high,
     )
+
+
+def describe_exchanges(run: Run) -> list[str]:
+    """Describes the cost of each routing but the uniform one, and each choice of a payload."""
+    return [
+        *(
+            f"all_to_all_v {cost.routing} over {cost.mesh_dim}, {format_size(cost.size_bytes)}: {cost.verdict}"
+            for cost in routing_costs([run])
+            if cost.verdict
+        ),
+        *(f"{c.payload} in {c.collective} over {c.mesh_dim} {c.verdict}" for c in payload_choices([run])),
+    ]
