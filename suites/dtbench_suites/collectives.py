@@ -301,10 +301,10 @@ def collectives(options: RunOptions) -> Iterator[Case]:
     yield from sweep_cases(
         options, calibrated_dims(options) or options.mesh[-1:], COLLECTIVES, sizes_of, case_of
     )
-    for point in routed_sweep(options):
+    for point in routed_sweep(options, {"groups": "together", "mode": "isolated"}):
         yield Case(
             name="all_to_all_v",
-            params={"groups": "together", "mode": "isolated", **point.params},
+            params=point.params,
             build={"c10d": partial(build_routed, point, torch_dtype(str(point.params["dtype"])))},
             size_bytes=integer_param(point.params, "size"),
             busbw_factor=point.moved_share or None,

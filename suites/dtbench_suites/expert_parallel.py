@@ -83,12 +83,12 @@ def build_impl(point: RoutedSweepPoint, passes: str, dtype: torch.dtype, impl: s
     impl_s=(0.2, 0.1),
 )
 def expert_parallel(options: RunOptions) -> Iterator[Case]:
-    for point in routed_sweep(options):
+    for point in routed_sweep(options, {"pass": ""}):
         for passes in BOTH_PASSES:
             dtype = torch_dtype(str(point.params["dtype"]))
             yield Case(
                 name="dispatch_combine",
-                params={"pass": passes, **point.params},
+                params={**point.params, "pass": passes},
                 build={impl: partial(build_impl, point, passes, dtype, impl) for impl in IMPLS},
                 size_bytes=integer_param(point.params, "size"),
                 bandwidth=False,

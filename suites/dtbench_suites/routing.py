@@ -72,10 +72,13 @@ class RoutedSweepPoint(NamedTuple):
         return {"max_over_mean_received": max(received) * len(received) / sum(received)}
 
 
-def routed_sweep(options: RunOptions) -> Iterator[RoutedSweepPoint]:
+def routed_sweep(options: RunOptions, params: Mapping[str, Param]) -> Iterator[RoutedSweepPoint]:
     """Yields the routings at few sizes, on each mesh dim of several ranks: models, and the argument of --routing.
 
     A size is rounded down to equally many whole rows per pair of ranks, at least one.
+
+    Args:
+        params: further params of the cases, which come after the mesh dim.
 
     Raises:
         UsageError: --routing names neither a model nor a valid file, or its ranks fit no mesh dim.
@@ -93,9 +96,16 @@ def routed_sweep(options: RunOptions) -> Iterator[RoutedSweepPoint]:
         # Small sizes may have the same shape.
         shapes = dict.fromkeys(_shape_of(size // (n * itemsize)) for size in options.few_sizes_bytes)
         for (rows, width), text in itertools.product(shapes, texts):
-            params = {"mesh_dim": mesh_dim, "ranks": n, "dtype": dtype, "size": n * rows * width * itemsize}
-            name = text if _weights(text, 1) else Path(text).name
-            yield RoutedSweepPoint({**params, ROUTING: name}, counts_of(text, n, rows), width)
+            name, size = text if _weights(text, 1) else Path(text).name, n * rows * width * itemsize
+            case_params = {
+                "mesh_dim": mesh_dim,
+                "ranks": n,
+                **params,
+                "dtype": dtype,
+                "size": size,
+                ROUTING: name,
+            }
+            yield RoutedSweepPoint(case_params, counts_of(text, n, rows), width)
 
 
 def _shape_of(elements: int) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def point_of(text: str, ranks: int, size_bytes: int, **changes: Any) -> RoutedSw
     options = RunOptions(
         (("ep", ranks),), (size_bytes,), sizes_chosen=True, options={"routing": text}, **changes
     )
-    (point,) = [p for p in routed_sweep(options) if p.params[ROUTING] in (text, Path(text).name)]
+    (point,) = [p for p in routed_sweep(options, {}) if p.params[ROUTING] in (text, Path(text).name)]
     return point
 
 
