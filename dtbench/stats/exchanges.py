@@ -148,7 +148,7 @@ def choose_payload(
         payload=payload,
         verdict="pays at all measured sizes"
         if len(pays) == len(sizes)
-        else f"pays from {format_bytes([high, *crossings][-1])} on"
+        else f"pays from about {format_bytes([high, *crossings][-1])} on, clearly from {format_size(high)}"
         if high is not None
         else f"pays only below {format_size(low)}"
         if pays
