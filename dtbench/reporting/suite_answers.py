@@ -34,8 +34,8 @@ def routing_table(runs: Sequence[Run]) -> Table:
             columns.text("Cost", [cost.verdict for cost in costs]),
         ],
         note="Every routing of a size sends the same number of bytes. Size: mean bytes that a rank sends. Bus: bytes "
-        "that leave a rank per second, on average. Fullest rank: rows that it receives over the mean. Ratios are medians "
-        "over launches."
+        "that leave a rank per second, on average. Fullest rank: rows that it receives over the mean. Ratios are "
+        "medians over launches."
         + " Intervals from a single launch are too narrow: measure with --launches 5."
         * any(change and change.pairs == 1 for change in changes),
     )
@@ -56,6 +56,6 @@ def payload_table(runs: Sequence[Run]) -> Table:
             columns.text("Answer", [choice.verdict for choice in choices]),
         ],
         note="Sizes are those of the float32 tensor. A size clearly loses or pays if the 95% interval of the total "
-        "time over that of float32 excludes 1. In between, the size is interpolated. Intervals from a single launch are "
-        "too narrow: measure with --launches 5.",
+        "time over that of float32 excludes 1. In between, the size is interpolated. Intervals from a single launch "
+        "are too narrow: measure with --launches 5.",
     )
