@@ -355,7 +355,7 @@ def _run_here(
 
         try:
             measure_tasks(
-                list_tasks([suite], run_options),
+                [task for task in list_tasks([suite], run_options) if task.world == suite.world],
                 world,
                 ranks,
                 tools,

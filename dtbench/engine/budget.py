@@ -46,7 +46,7 @@ def estimate_s(tasks: Sequence[Task], quick: bool) -> float:
 def impl_s(task: Task, quick: bool) -> float:
     """Estimates the seconds of one impl of the task."""
     suite, case = task.suite, task.case
-    seconds = suite.impl_s[quick] + (_PER_BYTE_S * (case.size_bytes or 0) if suite.world == "ranks" else 0.0)
+    seconds = suite.impl_s[quick] + (_PER_BYTE_S * (case.size_bytes or 0) if task.world == "ranks" else 0.0)
     return seconds * (1 + (case.passes - 1) * _LATER_PASS)
 
 
@@ -73,12 +73,15 @@ def by_importance(tasks: Sequence[Task]) -> list[Task]:
     return [task for unit in _units(tasks) for task in unit]
 
 
+def _share_of(task: Task) -> tuple[str, str]:
+    """Identifies the share of the time: cases of a suite on simulated ranks are measured before those on real ones."""
+    return task.suite.name, task.world
+
+
 def _units(tasks: Sequence[Task]) -> list[list[Task]]:
     """Orders the tasks by importance, and joins tasks that are only meaningful together into one unit."""
     return [
-        unit
-        for suite_tasks in group_by(tasks, lambda task: task.suite.name).values()
-        for unit in _units_of_suite(suite_tasks)
+        unit for suite_tasks in group_by(tasks, _share_of).values() for unit in _units_of_suite(suite_tasks)
     ]
 
 
@@ -142,18 +145,18 @@ class Deadlines:
             suite: estimate_s(
                 [task for task in suite_tasks if priority(task.case) is not None] or suite_tasks, quick
             )
-            for suite, suite_tasks in group_by(tasks, lambda task: task.suite.name).items()
+            for suite, suite_tasks in group_by(tasks, _share_of).items()
             for priority in [suite_tasks[0].suite.budget_priority or bool]  # by default, no case comes last
         }
-        self._suite = ""
-        self._refused: set[str] = set()  # suites
+        self._suite: tuple[str, str] | None = None
+        self._refused: set[tuple[str, str]] = set()  # suites
         self._closed = False  # no time was left for a unit of this suite: skip its less important ones
         # `_spent_s`: estimated seconds of the units that the suite has begun.
         self._began_s = self._until_s = self._spent_s = 0.0
 
     def agree(self, task: Task, ranks: RankGroup) -> bool:
         """Returns whether rank 0 finds time for the task. After a refusal, the suite's other tasks are refused, too."""
-        suite = task.suite.name
+        suite = _share_of(task)
         if suite not in self._refused and not ranks.agree(
             None, lambda _votes: self.allows(task, time.monotonic())
         ):
@@ -170,8 +173,8 @@ class Deadlines:
         if unit is None:
             return not self._closed
         needed_s, remaining_s = estimate_s(unit, self._quick), self._end_s - now_s
-        if task.suite.name != self._suite:
-            first, self._suite = not self._suite, task.suite.name
+        if _share_of(task) != self._suite:
+            first, self._suite = not self._suite, _share_of(task)
             share = self._remaining_s.pop(self._suite)
             share *= remaining_s / (share + sum(self._remaining_s.values()))
             self._closed = not first and needed_s > min(2 * share, remaining_s)

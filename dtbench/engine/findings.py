@@ -26,9 +26,6 @@ SCATTERED = 0.5
 # Minima and lower quartiles of equal code differ by a smaller factor within a launch on an idle machine.
 SLOWER = 1.1
 
-# Ops that a line names, of those whose second call misses the cache.
-MAX_NAMED_OPS = 8
-
 # impl -> its median seconds over launches, and the result of the first launch
 _Case = Mapping[str, tuple[float, Result]]
 
@@ -146,8 +143,7 @@ def describe_host_time(results: Sequence[Result]) -> list[str]:
     calls = group_by(second_calls(results), lambda call: call.impl)
     misses = {impl: [call.op for call in counted if call.decisions > 0] for impl, counted in calls.items()}
     words = ", ".join(
-        f"{len(ops)} of {len(calls[impl])} with {impl}"
-        + f" ({', '.join([*dict.fromkeys(ops)][:MAX_NAMED_OPS])})" * bool(ops)
+        f"{len(ops)} of {len(calls[impl])} with {impl}" + f" ({', '.join(dict.fromkeys(ops))})" * bool(ops)
         for impl, ops in misses.items()
     )
     lines = [f"second calls that miss the sharding cache: {words}"] if words else []

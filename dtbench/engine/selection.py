@@ -67,7 +67,7 @@ class Selection:
     @property
     def is_simulated(self) -> bool:
         """Whether one process measures all tasks, on simulated ranks."""
-        return all(task.suite.world == "simulated" for task in self.tasks)
+        return all(task.world == "simulated" for task in self.tasks)
 
     @property
     def measuring_processes(self) -> int:

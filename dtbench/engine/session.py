@@ -65,7 +65,7 @@ class Session:
         with self._rank as rank:
             selection = select(request, rank.env.world_size)
             options = selection.options
-            communicates = any(task.suite.world == "ranks" for task in selection.tasks)
+            communicates = any(task.world == "ranks" for task in selection.tasks)
             backend = resolve_backend(options.device_type, request.backend) if communicates else None
             rank.join(options.device_type, backend, agreement_of(selection) | {"launch": str(spec.launch)})
             # Under another launcher, each rank has named the file by its own time. All use the name of rank 0.
@@ -77,7 +77,7 @@ class Session:
             chosen = zip(selection.tasks, rank.ranks.agree(impls, vote_of_rank_0), strict=True)
             tasks = [dataclasses.replace(task, impls=tuple(impls)) for task, impls in chosen if impls]
             end_s = None if request.budget_s is None else spec.start_s + request.budget_s
-            simulated, real = ([t for t in tasks if t.suite.world == kind] for kind in ("simulated", "ranks"))
+            simulated, real = ([t for t in tasks if t.world == kind] for kind in ("simulated", "ranks"))
             measure = functools.partial(
                 measure_tasks,
                 launch=spec.launch,
@@ -177,7 +177,12 @@ class RunRecorder:
         tasks = self._remaining(selection.tasks)
         affordable = selection.affordable(tasks)
         estimates_s = [budget.impl_s(task, options.quick) for task in affordable for _ in task.impls]
-        simulated = dict.fromkeys(task.suite.name for task in tasks if task.suite.world == "simulated")
+        real = {task.suite.name for task in tasks if task.world == "ranks"}
+        simulated = dict.fromkeys(
+            f"part of {task.suite.name}" if task.suite.name in real else task.suite.name
+            for task in tasks
+            if task.world == "simulated"
+        )
         ranks = f"on {options.world_size} {options.device_type} ranks ({format_mesh(options.mesh)})"
         if selection.is_simulated:
             ranks = "in one process, which simulates its ranks"

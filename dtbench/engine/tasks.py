@@ -12,6 +12,7 @@ from dtbench.engine.options import SIZE_UNITS
 from dtbench.errors import UsageError, describe, format_location
 from dtbench.records.result import Result, ResultKey
 from dtbench.suite import Case, RunOptions
+from dtbench.suite.case import WorldKind
 from dtbench.suite.registry import Suite
 from dtbench.text.masking import mask
 
@@ -31,6 +32,11 @@ class Task:
     def label(self) -> str:
         """The case in one line, which --filter searches: `collectives all_reduce mesh_dim=tp size=1024`."""
         return label_of(self.suite.name, self.case)
+
+    @property
+    def world(self) -> WorldKind:
+        """Where the case is measured: on real ranks or on simulated ones."""
+        return self.case.world or self.suite.world
 
     def key(self, impl: str, launch: int) -> ResultKey:
         return (self.suite.name, self.case.name, impl, tuple(sorted(self.case.params.items())), launch)

@@ -117,7 +117,7 @@ def benchmark_of(task: Task, impl: str) -> Benchmark:
     return Benchmark(
         key=(task.suite.name, task.case.name, impl, tuple(sorted(task.case.params.items()))),
         label=label_of(task.label, impl),
-        world="ranks" if task.suite.world == "ranks" else "simulated",
+        world="ranks" if task.world == "ranks" else "simulated",
         estimator=estimator_of(task.case),
         tolerance=DEFAULT_TOLERANCE if task.case.tolerance is None else task.case.tolerance,
         floor_s=task.case.floor_s,
@@ -135,7 +135,7 @@ def _count(order: Order, gate: GateConnection, world: registry.World) -> None:
     )
     listing = Listing(benchmarks, tuple(problems))
     gate.send(LISTING, listing)
-    for task in (task for task in tasks if task.suite.world == "simulated"):
+    for task in (task for task in tasks if task.world == "simulated"):
         for impl in task.impls:
             if (label := label_of(task.label, impl)) not in order.without:
                 gate.at(label)
@@ -167,7 +167,7 @@ def _time(order: Order, gate: GateConnection, world: registry.World) -> None:
     for task in selected(order.selections, order.options)[0]:
         for impl in task.impls:
             call_s = order.call_s.get(label_of(task.label, impl))
-            if call_s is not None and task.suite.world == "simulated":
+            if call_s is not None and task.world == "simulated":
                 sampled.append((task, impl, sampling_for(task.case, call_s, len(order.call_s))))
     for result in measure_in_turns(sampled, world, clocks_of(world.device), gate.at, gate.await_turn):
         gate.send(RESULT, result)

@@ -39,7 +39,7 @@ def profile(request: ProfileRequest) -> int:
         nproc = count_ranks(request.options.ranks, device_type, request.options.backend)
         tasks = request.tasks(nproc)
     check_output_path(request.folder, "remove it")
-    if tasks[0].suite.world == "simulated":
+    if tasks[0].world == "simulated":
         return _profile_calls(request, tasks, device_type)
     report = start_ranks(LaunchSpec(command="profile", request=request), nproc)
     if report.diagnosis is not None:

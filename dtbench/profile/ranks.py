@@ -145,7 +145,7 @@ class RankProfile:
         with self._rank as rank:
             device_type = choose_device(self._request.options.device)
             tasks = self._request.tasks(self._place.world_size)
-            if tasks[0].suite.world != "ranks":
+            if tasks[0].world != "ranks":
                 raise UsageError(
                     f"{tasks[0].suite.name} needs no ranks, but a launcher has started some: profile it without a "
                     "launcher"

@@ -82,7 +82,7 @@ def choose(tasks: Sequence[Task], case: str, filter_text: str) -> list[Task]:
         raise UsageError(
             f"--filter {filter_text!r} matches none of the {len(of_case)} cases of {suite}, such as {labels}"
         )
-    if len({task.suite.world for task in chosen}) > 1:
+    if len({task.world for task in chosen}) > 1:
         raise UsageError(
             f"some of the selected cases need ranks and some do not: select cases of one kind; the first are {labels}"
         )

@@ -144,7 +144,7 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
         tasks = list_tasks([suite], world.options)
     except DtbenchError as error:
         raise pytest.Collector.CollectError(str(error)) from error
-    single_rank = suite.world == "ranks" and world.runs_alone(suite, tasks)
+    single_rank = any(task.world == "ranks" for task in tasks) and world.runs_alone(suite, tasks)
     name_counts: dict[str, int] = {}
     for task in tasks:
         for impl in task.impls:
@@ -157,7 +157,7 @@ def _items(collector: _Holder, suite: Suite) -> Iterator[pytest.Item]:
             )
             # pytest-benchmark would also warn about an impl that fails before its rounds.
             item.add_marker(pytest.mark.filterwarnings("ignore:Benchmark fixture was not used"))
-            item.stash[_WORLD] = suite.world
+            item.stash[_WORLD] = task.world
             yield item
 
 

@@ -166,7 +166,7 @@ def test_of(task: Task, impl: str, *, single_rank: bool) -> Callable[..., None]:
     def test(request: pytest.FixtureRequest, benchmark: "BenchmarkFixture") -> None:
         option = request.config.option
         rounds = option.dtbench_rounds or (QUICK_ROUNDS if option.dtbench_quick else ROUNDS)
-        active = session_world(request.config).enter(task.suite.world, single_rank=single_rank)
+        active = session_world(request.config).enter(task.world, single_rank=single_rank)
         bad = Rounds(benchmark, (task, impl), active, rounds).run(active.world).get(impl)
         if bad is None:
             return

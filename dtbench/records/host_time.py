@@ -53,3 +53,23 @@ class StepGrowth(Struct, frozen=True):
     late_over_early: float | None
     types: Mapping[str, float]
     verdict: str
+
+
+class GroupCost(Struct, frozen=True):
+    """Host time of sharded parameters by a fit: fixed + per group * groups + per parameter * all parameters.
+
+    Attributes:
+        group: "simulated" or "real" ranks.
+        impl: name of the implementation.
+        stage: "step", or a stage of a step.
+        fixed_s: estimate and 95 % interval of the time that does not depend on groups, seconds.
+        per_group_s: that of the time per group, seconds.
+        per_parameter_s: that of the time per parameter, seconds.
+    """
+
+    group: str
+    impl: str
+    stage: str
+    fixed_s: tuple[float, float, float]
+    per_group_s: tuple[float, float, float]
+    per_parameter_s: tuple[float, float, float]

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 
 from dtbench.records.result import Result
-from dtbench.stats.host_time import second_calls, step_growths
+from dtbench.stats.host_time import group_costs, second_calls, step_growths
 from dtbench.text import columns
 from dtbench.text.table import Table
+from dtbench.text.units import format_interval
 
 
 def host_time_tables(results: Sequence[Result]) -> list[Table]:
-    """Returns the tables that have rows: second calls that miss the cache, growth of repeated steps."""
+    """Returns the tables that have rows: second calls that miss the cache, growth of repeated steps, cost of groups."""
     misses = [call for call in second_calls(results) if call.decisions > 0]
-    growths = step_growths(results)
-    times = {"first": "first_s", "second": "second_s", "cached": "cached_s"}
+    growths, costs = step_growths(results), group_costs(results)
     tables = (
         Table(
             "Ops whose second call with the same shapes misses the sharding cache",
@@ -23,7 +23,11 @@ def host_time_tables(results: Sequence[Result]) -> list[Table]:
                 columns.text("Impl", [call.impl for call in misses]),
                 columns.counts("decisions made again", [call.decisions for call in misses]),
                 *columns.times(
-                    [(title, [getattr(call, name) for call in misses]) for title, name in times.items()]
+                    [
+                        ("first", [call.first_s for call in misses]),
+                        ("second", [call.second_s for call in misses]),
+                        ("cached", [call.cached_s for call in misses]),
+                    ]
                 ),
             ],
         ),
@@ -40,6 +44,29 @@ def host_time_tables(results: Sequence[Result]) -> list[Table]:
                 columns.ratios("last 20 / first 20 steps", [growth.late_over_early for growth in growths]),
                 columns.text("Verdict", [growth.verdict for growth in growths]),
             ],
+        ),
+        Table(
+            "Host time of sharded parameters: per group and per parameter, with 95 % intervals",
+            [
+                columns.text("Ranks", [cost.group for cost in costs]),
+                columns.text("Impl", [cost.impl for cost in costs]),
+                columns.text("Stage", [cost.stage for cost in costs]),
+                *(
+                    column
+                    for title, seconds in (
+                        ("per group", [cost.per_group_s for cost in costs]),
+                        ("per parameter", [cost.per_parameter_s for cost in costs]),
+                        ("fixed", [cost.fixed_s for cost in costs]),
+                    )
+                    for column in (
+                        columns.numbers(title, [1e6 * value for value, *_ in seconds], "{:.1f}".format, "µs"),
+                        columns.text(
+                            "interval", [format_interval((1e6 * low, 1e6 * high)) for _, low, high in seconds]
+                        ),
+                    )
+                ),
+            ],
+            note="Stages of the fastest recorded step: the hooks and the rest add up to the recorded step.",
         ),
     )
     return [table for table in tables if table.total_rows]

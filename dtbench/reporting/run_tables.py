@@ -25,7 +25,7 @@ from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.exchanges import payload_choices, routing_costs
-from dtbench.stats.host_time import second_calls, step_growths
+from dtbench.stats.host_time import group_costs, second_calls, step_growths
 from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
@@ -315,6 +315,7 @@ def _run_json(run: Run) -> dict[str, object]:
         ],
         "second_calls": msgspec.to_builtins(second_calls(run.results)),
         "step_growths": msgspec.to_builtins(step_growths(run.results)),
+        "group_costs": msgspec.to_builtins(group_costs(run.results)),
         "bandwidth_drops": msgspec.to_builtins(drops_of(run.results)),
         "routing_costs": msgspec.to_builtins(routing_costs([run])),
         "payload_choices": msgspec.to_builtins(payload_choices([run])),

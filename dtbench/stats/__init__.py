@@ -7,7 +7,7 @@
     drops.py              sizes at which bandwidth drops
     frame.py              runs as pandas data frames
     layout.py             placement of process groups on hosts
-    host_time.py          misses of the sharding cache, and leaks
+    host_time.py          misses of the sharding cache, leaks, costs of sharded groups
     dispatch_headline.py  the ops that summarize the dispatch suite
 
 At least 99% of the variance of a host latency lies between processes. Comparisons therefore use one estimate per launch

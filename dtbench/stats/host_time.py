@@ -1,4 +1,4 @@
-"""Computes answers about host time from the results of a run: misses of the sharding cache, and leaks.
+"""Computes answers about host time from the results of a run: cache misses, leaks, and the cost of sharded groups.
 
 **Second calls.** Each library counts the sharding decisions that it makes. Times cannot decide whether an op misses the
 cache: after a first call of milliseconds the CPU's caches are cold. So the second call of an op that hits the cache
@@ -7,25 +7,31 @@ takes 1.2 to 8 times as long as a cached call.
 **Repeated steps.** The dispatch suite counts objects and memory after a warm-up, and after each of `INTERVALS`
 intervals of equal length. A leak grows in every interval. A cache that fills stops growing, and garbage that is
 collected later shrinks again. The first interval is ignored, since caches may still fill.
+
+**Groups of sharded parameters.** The times of the fsdp suite are fitted by least squares on relative errors, since they
+span a factor of 100 and their noise is relative. The intervals are those of Student's t with the scatter of the times
+around the fit. They include the error of a model that is linear in groups and parameters.
 """
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+import numpy as np
 from msgspec.structs import replace
 
 from dtbench.grouping import group_by
-from dtbench.records.host_time import SecondCall, StepGrowth
-from dtbench.records.result import Result
+from dtbench.records.host_time import GroupCost, SecondCall, StepGrowth
+from dtbench.records.result import Result, integer_param
 
-DECISIONS = "decisions"  # counter of second calls
 INTERVALS = 4
-# Counters of repeated steps. The number of an interval, from 1, or the name of a type follows the prefixes.
-STEPS, LATE_OVER_EARLY = "steps", "late_over_early"
-OBJECTS, BYTES, KEPT = "objects_per_step_", "bytes_per_step_", "kept_per_step:"
+# Counters of second calls, and of repeated steps.
+DECISIONS, STEPS, LATE_OVER_EARLY = "decisions", "steps", "late_over_early"
+# Prefixes of counters. The number of an interval, from 1, the name of a type or the stage of a step follows.
+OBJECTS, BYTES, KEPT, STAGE = "objects_per_step_", "bytes_per_step_", "kept_per_step:", "stage_s:"
 # Growth per step that is a leak. Flat steps keep 0.1 objects and less per step, and resident memory changes by pages of
 # 4 KiB, of which an interval of 50 steps gains or loses up to 20.
 LEAST_OBJECTS, LEAST_BYTES = 0.5, 4096.0
+INTERVAL = 0.95
 MAX_TYPES = 5  # types that are named
 
 
@@ -83,3 +89,43 @@ def _growth(result: Result) -> StepGrowth:
         types,
         verdict,
     )
+
+
+def group_costs(results: Iterable[Result]) -> list[GroupCost]:
+    """Returns the costs of a step and of its stages by kind of ranks and implementation, where the times suffice."""
+    steps = [r for r in results if r.suite == "fsdp" and r.status == "ok" and r.estimate_s]
+    costs = []
+    for (group, impl), of_impl in group_by(steps, lambda r: (str(r.params.get("group", "")), r.impl)).items():
+        stages = dict.fromkeys(name for r in of_impl for name in r.counters if name.startswith(STAGE))
+        for stage in ("step", *stages):
+            points = [
+                (integer_param(r.params, "groups"), integer_param(r.params, "params"), time_s)
+                for r in of_impl
+                if (time_s := r.estimate_s if stage == "step" else r.counters.get(stage, 0.0)) and time_s > 0
+            ]
+            if (fit := fit_group_cost(points)) is not None:
+                costs.append(GroupCost(group, impl, stage.removeprefix(STAGE), *fit))
+    return costs
+
+
+def fit_group_cost(points: Sequence[tuple[int, int, float]]) -> list[tuple[float, float, float]] | None:
+    """Fits time = fixed + per group * groups + per parameter * groups * parameters.
+
+    Args:
+        points: (groups, parameters per group, time).
+
+    Returns:
+        Estimate, low and high of the three coefficients; None if there are too few different points for an interval.
+    """
+    from scipy.special import stdtrit  # importing it takes longer than a short comparison
+
+    rows = np.array(
+        [(1 / t, groups / t, groups * parameters / t) for groups, parameters, t in points]
+    ).reshape(-1, 3)
+    freedom = len(rows) - 3
+    if freedom < 1 or np.linalg.matrix_rank(rows) < 3:
+        return None
+    solution = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
+    scatter = np.linalg.norm(rows @ solution - 1) / np.sqrt(freedom)
+    half = stdtrit(freedom, (1 + INTERVAL) / 2) * scatter * np.sqrt(np.linalg.inv(rows.T @ rows).diagonal())
+    return [(float(x), float(x - d), float(x + d)) for x, d in zip(solution, half, strict=True)]

@@ -7,7 +7,7 @@ per second.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Param = str | int | float | bool
 # The time that a case measures. "host": the calling thread (dispatch latency). "device": the work itself.
@@ -16,6 +16,8 @@ ClockKind = Literal["host", "device"]
 Instrument = Literal["host", "busy", "device"]
 Estimator = Literal["min", "p25"]
 DeviceType = Literal["cpu", "cuda"]
+# Where a case is measured: on real ranks, or on simulated ranks in one process.
+WorldKind = Literal["ranks", "simulated"]
 
 # The stages of a dispatched op, in the order of a call. A profile lists any further stages after these.
 STAGES = (
@@ -142,6 +144,7 @@ class Case:
         tolerance: the smallest relative slowdown that a gate must exclude before it calls the case the same; None for
             the gate's default.
         floor_s: changes below this many seconds do not count in a gate.
+        world: where this case is measured; None for the world of its suite.
     """
 
     name: str
@@ -159,6 +162,7 @@ class Case:
     passes: int = 1
     tolerance: float | None = None
     floor_s: float = 0.0
+    world: WorldKind | None = None
 
     def __post_init__(self) -> None:
         if self.tolerance is not None and not 0 < self.tolerance < math.inf:
@@ -167,6 +171,11 @@ class Case:
             raise ValueError(f"{self.name}: floor_s is {self.floor_s}, expected seconds of at least 0")
         if self.busy and self.clock != "host":
             raise ValueError(f"{self.name}: busy=True requires clock='host', got clock={self.clock!r}")
+
+        if self.world not in (None, *get_args(WorldKind)):
+            raise ValueError(
+                f"{self.name}: got world={self.world!r}, expected one of {', '.join(get_args(WorldKind))}"
+            )
 
     @property
     def instrument(self) -> Instrument:

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 from dtbench.errors import UsageError, describe, format_location, nearest
 from dtbench.file_kinds import profile_hint, refuse_non_suite, refuse_other_kind
-from dtbench.suite.case import Case, Param, RunOptions
+from dtbench.suite.case import Case, Param, RunOptions, WorldKind
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 # The package of the built-in suites. Its SUITES maps their names to help texts. Suites are imported late, since they
 # import torch.
 BUILTIN_PACKAGE = "dtbench_suites"
-
-WorldKind = Literal["ranks", "simulated"]
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ class Suite:
     Attributes:
         name: the suite's name.
         cases: yields the cases for the options of a run.
-        world: "ranks" for real ranks, "simulated" for simulated ranks in one process.
+        world: "ranks" for real ranks, "simulated" for simulated ranks in one process. A case may name the other one.
         help: what the suite measures.
         options: name -> help of the suite's own options of `dtbench run`. Their values are text in
             `RunOptions.options`, which the suite checks.

@@ -77,6 +77,24 @@ def test_the_ops_of_the_headline_are_the_first_of_every_budget(seconds: float) -
     } == headline
 
 
+def test_suite_with_both_worlds_has_a_share_of_the_time_for_each() -> None:
+    """Simulated ranks come first, so such a suite is measured in two parts with another suite between them."""
+    cases = [
+        Case(f"case{k}", {}, {"core": build}, world=world)
+        for world in ("ranks", "simulated")
+        for k in range(3)
+    ]
+    mixed = [Task(Suite("mixed", lambda plan: iter(()), "simulated", ""), case, ("core",)) for case in cases]
+    listed = budget.by_importance([*mixed, *OPS, *SWEEPS])
+    measured = sorted(listed, key=lambda t: t.world != "simulated")
+    assert [t.suite.name for t in measured[:3] + measured[43:46]] == ["mixed"] * 6
+    deadlines = budget.Deadlines(measured, 100.0, False)
+    assert all(deadlines.allows(t, 0.1 * number) for number, t in enumerate(measured))
+    assert Counter(t.label for t in budget.choose(listed, 100.0, False, 1)) == Counter(
+        t.label for t in listed
+    )
+
+
 def test_cases_without_a_size_are_spread_over_each_name() -> None:
     ordered = [(t.case.name, t.case.params["variant"]) for t in budget.by_importance(OPS)]
     assert ordered[:6] == [("add", 0), ("mul", 0), ("add", 19), ("mul", 19), ("add", 9), ("mul", 9)]

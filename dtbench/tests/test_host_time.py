@@ -1,4 +1,4 @@
-"""Answers about host time in constructed runs: cache misses of second calls, and leaks of repeated steps."""
+"""Answers about host time in constructed runs: cache misses, leaks of repeated steps, cost of sharded groups."""
 
 import contextlib
 import io
@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from dtbench.engine.findings import findings
 from dtbench.records.result import Result
 from dtbench.reporting.run_tables import print_runs, print_runs_json
-from dtbench.stats.host_time import second_calls, step_growths
+from dtbench.stats.host_time import fit_group_cost, group_costs, second_calls, step_growths
 from dtbench.tests import made_up
 from dtbench.tests.html_page import HOSTILE, cells, section
 
@@ -159,3 +160,104 @@ def test_growth_is_shown_in_the_terminal_in_json_and_on_the_page() -> None:
     page = section("dispatch", results)
     assert f"{words[0].upper()}{words[1:]}." in page.notes
     assert cells(page, "adamw", "core", "200")[3:] == ["2.00", "512", "1.25×", "leak of 2 dict per step"]
+
+
+# ---- groups of sharded parameters ----
+
+SWEEP = [(groups, params) for groups in (1, 8, 32) for params in (1, 8, 64)]
+FIXED, PER_GROUP, PER_PARAMETER = 50.0, 300.0, 7.0
+
+
+def time_of(groups: int, params: int) -> float:
+    return FIXED + PER_GROUP * groups + PER_PARAMETER * groups * params
+
+
+def steps_by_groups(impl: str, scale: float = 1e-6, stages: bool = False, **about: Any) -> list[Result]:
+    results = []
+    for groups, params in SWEEP:
+        step_s = scale * time_of(groups, params)
+        counters = {"stage_s:pre_forward": step_s / 2, "stage_s:rest": step_s / 4} if stages else {}
+        fields = {"group": "simulated", "ranks": 8, "groups": groups, "params": params}
+        result = made_up.result("fsdp", "step", impl, fields, [step_s, 2 * step_s], counters=counters)
+        results.append(msgspec.structs.replace(result, clock="host", **about))
+    return results
+
+
+def test_fit_finds_the_coefficients_of_exact_times() -> None:
+    fit = fit_group_cost([(groups, params, time_of(groups, params)) for groups, params in SWEEP])
+    assert fit is not None
+    for (value, low, high), expected in zip(fit, (FIXED, PER_GROUP, PER_PARAMETER), strict=True):
+        assert (value, low, high) == pytest.approx((expected,) * 3, rel=1e-6)
+
+
+def test_intervals_hold_the_coefficients_in_95_of_100_noisy_fits() -> None:
+    rng = np.random.default_rng(0)
+    held = np.zeros(3)
+    for _ in range(400):
+        noise = 1 + 0.05 * rng.standard_normal(len(SWEEP))
+        points = [(g, p, time_of(g, p) * factor) for (g, p), factor in zip(SWEEP, noise, strict=True)]
+        fit = fit_group_cost(points)
+        assert fit is not None
+        expected = (FIXED, PER_GROUP, PER_PARAMETER)
+        held += [low <= want <= high for (_, low, high), want in zip(fit, expected, strict=True)]
+    assert (held / 400 > 0.92).all() and (held / 400 < 0.98).all()
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [(1, 1, 1.0), (8, 1, 2.0), (8, 8, 3.0)],  # no degree of freedom
+        [(groups, 1, 1.0 + groups) for groups in (1, 2, 3, 4, 5)],  # one number of parameters
+        [(1, params, 1.0 + params) for params in (1, 2, 3, 4, 5)],
+    ],
+)
+def test_fit_needs_enough_different_points(points: list[tuple[int, int, float]]) -> None:
+    assert fit_group_cost(points) is None
+
+
+def test_cost_of_groups_is_fitted_per_implementation_and_stage() -> None:
+    torch, local = steps_by_groups("torch", stages=True), steps_by_groups("local", 1e-7)
+    failed = steps_by_groups("core", status="failed")
+    few = steps_by_groups("core")[:3]
+    costs = group_costs([*torch, *local, *failed, *few])
+    assert [(cost.group, cost.impl, cost.stage) for cost in costs] == [
+        ("simulated", "torch", "step"),
+        ("simulated", "torch", "pre_forward"),
+        ("simulated", "torch", "rest"),
+        ("simulated", "local", "step"),
+    ]
+    for cost, factor in zip(costs, (1e-6, 0.5e-6, 0.25e-6, 1e-7), strict=True):
+        assert cost.per_group_s[0] == pytest.approx(PER_GROUP * factor)
+        assert cost.per_parameter_s[0] == pytest.approx(PER_PARAMETER * factor)
+        assert cost.fixed_s[0] == pytest.approx(FIXED * factor)
+
+
+def test_damaged_params_and_counters_have_no_cost() -> None:
+    damaged = [
+        msgspec.structs.replace(r, params={"group": HOSTILE, "groups": "8", "params": True}, counters={})
+        for r in steps_by_groups("torch")
+    ]
+    negative = [
+        msgspec.structs.replace(r, counters={"stage_s:rest": -1.0, f"stage_s:{HOSTILE}": 0.0})
+        for r in steps_by_groups("torch")
+    ]
+    assert [cost.stage for cost in group_costs([*damaged, *negative])] == ["step"]
+
+
+def test_cost_of_groups_is_shown_in_the_terminal_in_json_and_on_the_page() -> None:
+    results = steps_by_groups("torch", stages=True)
+    slower = 1.2 * time_of(1, 1) * 1e-6
+    results.append(made_up.result("fsdp", "step", "torch", results[0].params, [slower] * 2, launch=1))
+    (step, *_) = group_costs(results)
+    shown = f"{1e6 * step.per_group_s[0]:.1f}"
+    text = printed(results)
+    row = text.partition("Host time of sharded parameters")[2].splitlines()[2].split()
+    assert row[:4] == ["simulated", "torch", "step", shown]
+    low, high = (float(bound) for bound in (row[4], row[6]))
+    assert (low, high) == pytest.approx((1e6 * step.per_group_s[1], 1e6 * step.per_group_s[2]), rel=0.01)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        print_runs_json([made_up.run(results)])
+    (document,) = json.loads(out.getvalue())
+    assert document["group_costs"][0]["per_group_s"] == pytest.approx(list(step.per_group_s))
+    assert cells(section("others", results), "simulated", "torch", "step")[3] == shown

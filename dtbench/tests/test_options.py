@@ -468,3 +468,11 @@ def test_real_ranks_refine_in_the_first_launch_and_repeat_it_in_the_next(here: P
     assert back.complete and back.results[:11] == whole.results[:11]
     by_launch = [{r.case_key for r in back.results if r.launch == launch} for launch in (0, 1)]
     assert by_launch[0] == by_launch[1] and len(by_launch[0]) == 2 * (4 + MAX_ADDED_SIZES)
+
+
+def test_case_of_another_world_is_listed_with_it_and_unknown_worlds_are_refused() -> None:
+    fake = replace(CASE, name="fake", world="simulated")
+    tasks = list_tasks([a_suite("a", [CASE, fake])], PLAN)
+    assert [(task.case.name, task.world) for task in tasks] == [("reduce", "ranks"), ("fake", "simulated")]
+    with pytest.raises(ValueError, match="got world='gpu', expected one of ranks, simulated"):
+        replace(CASE, world="gpu")

@@ -26,6 +26,7 @@ SLOW = {
     "dtbench/tests/test_docs.py::test_the_site*": "MkDocs and all pages",
     # Fresh starts of the program and its launchers, each with an import of torch per rank.
     "suites/tests/test_runs.py::*": "all suites and examples on ranks, under the command line, torchrun and pytest",
+    "suites/tests/test_fsdp.py::test_run_on_gloo_ranks*": "two ranks that import torch",
     "dtbench/tests/test_profile.py::test_profile_of_two_ranks*": "ranks of a real profile",
     "dtbench/tests/test_profile.py::test_profile_splits*": "a real profile of both libraries",
     "dtbench/tests/test_pytest_plugin.py::test_plugin_measures*": "pytest sessions that import torch",

@@ -11,6 +11,7 @@ SUITES = {
     "dispatch": "host latency of an op on a DTensor, by op and placements",
     "embedding": "embedding lookups in tables sharded by rows, by columns, or table by table",
     "expert_parallel": "dispatch and combine of an expert layer, by routing (only when named)",
+    "fsdp": "host time of a step with sharded parameters, by groups and parameters (only when named)",
     "overlap": "waiting for collectives at first use and immediately",
     "packing": "host time of packing buckets, without communication (only when named)",
     "payload": "collectives sent in a narrower dtype, with the conversion (only when named)",

@@ -69,9 +69,8 @@ from dtbench_suites.dispatch_programs import (
     WORLD,
     TimedProgram,
     build_program,
-    build_steps,
 )
-from dtbench_suites.memory import TIMED_STEPS, memory_per_call
+from dtbench_suites.memory import memory_per_call
 
 MESHES: tuple[tuple[int, ...], ...] = ((8,), (2, 4))
 ROWS = 4  # rows and columns of the local tensor in cached calls
@@ -89,8 +88,6 @@ FIRST_SAMPLES, FIRST_SAMPLES_QUICK, FIRST_WARMUP_CALLS = 7, 5, 2
 # Passes over the ops of a report's headline, which take some seconds in all. With one pass, one of eight runs on two
 # busy cores was 40 % off.
 HEADLINE_PASSES = 3
-# Steps in a row, after which objects and memory are compared; the fewer are for quick runs.
-STEPS, STEPS_QUICK = 200, 80
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -385,8 +382,8 @@ def decisions_made(impl: str) -> int | None:
     """
     if impl == "core":
         return cache_info()["misses"]
-    dispatcher: Any = torch.distributed.tensor.DTensor._op_dispatcher
-    in_python = getattr(dispatcher.sharding_propagator.propagate_op_sharding, "cache_info", None)
+    propagator = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+    in_python = getattr(propagator.propagate_op_sharding, "cache_info", None)
     in_cpp = getattr(torch._C, "_get_DTensor_sharding_propagator_cache_stats", None)
     return None if in_python is None or in_cpp is None else in_python().misses + in_cpp()[1]
 
@@ -407,7 +404,7 @@ def build_impl(
     silence_torch()
     place = Place("local" if impl == "wrapped" else impl, world.mesh_of(shape), world.device)
     if isinstance(op, TimedProgram):
-        return build_program(op, place, pass_)
+        return build_program(op, place, pass_, quick)
     setup = PlacedOp(op, place, pass_)
     if impl == "wrapped":
         return wrapped(setup)
@@ -474,22 +471,6 @@ def case_of(
     )
 
 
-def repeated_steps(form: str, options: RunOptions) -> Case:
-    """Returns the case of many AdamW steps in a row, of which the objects and the memory that they keep are counted."""
-
-    def build(impl: str, world: World) -> Workload:
-        place = Place(impl, world.mesh_of(MESHES[0]), world.device)
-        return build_steps(form, STEPS_QUICK if options.quick else STEPS, place)
-
-    return Case(
-        name=f"adamw_{form}_steps",
-        params={"placements": "S(0)", "mesh": str(WORLD), "pass": FORWARD, "call": REPEATED},
-        build={impl: partial(build, impl) for impl in ("core", "torch", "local")},
-        clock="host",
-        samples=TIMED_STEPS,
-    )
-
-
 def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[tuple[str, str]]:
     """Returns the (pass, call) pairs to measure.
 
@@ -524,11 +505,11 @@ def dispatch(options: RunOptions) -> Iterator[Case]:
             continue
         # A quick run leaves out forward+backward and, on the 2-D mesh, forward+requires_grad.
         for pass_ in program.passes[: 3 - len(shape)] if options.quick else program.passes:
-            yield case_of(options, program, shape, pass_, CACHED, program.local)
+            yield case_of(
+                options, program, shape, pass_, REPEATED if program.in_a_row else CACHED, program.local
+            )
     for shape, op in itertools.product(MESHES, OPS):
         for pass_, call in variants(options, shape, op):
             yield case_of(options, op, shape, pass_, call, call not in (FIRST, SECOND))
-    for form in ("foreach",) if options.quick else ("foreach", "fused"):
-        yield repeated_steps(form, options)
     for program in PYTORCH_PROGRAMS:
         yield case_of(options, program, (PYTORCH_RANKS,), program.passes[0], CACHED, program.local)

@@ -9,7 +9,7 @@ plain torch, where the process group defines the values.
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from dtbench_suites.memory import growth_per_step
 WORLD = 8  # ranks of the simulated process group
 ROWS, HEADS, IMAGES = (WORLD * 4, 4), (2, WORLD * 2, 4, 4), (WORLD * 2, 2, 4, 4)  # global shapes
 FOREACH_TENSORS = 10  # tensors of a foreach op and of an optimizer step
+# Steps in a row, fewer in quick runs, and steps whose results are checked.
+STEPS, STEPS_QUICK, CHECKED_STEPS = 200, 80, 3
 # Ranks and global shape of the cases of pytorch's own benchmarks.
 PYTORCH_RANKS, PYTORCH_SHAPE = 256, (10, 10)
 # Relative to the largest value of the results. Both sides do the same arithmetic in float32.
@@ -52,6 +54,7 @@ class TimedProgram:
         quick: whether it is part of quick runs.
         calls_per_sample: see `Case`; None for the number of the pass.
         check: (place, call) -> error text or None. By default, shape and dtype of the result are checked.
+        in_a_row: whether the objects and the memory that many calls keep are counted.
     """
 
     name: str
@@ -64,6 +67,7 @@ class TimedProgram:
     quick: bool = True
     calls_per_sample: int | None = None
     check: Callable[[Place, Call], str | None] | None = None
+    in_a_row: bool = False
 
 
 def ones(place: Place, shape: tuple[int, ...], text: str, grad: bool = False) -> Any:
@@ -194,49 +198,45 @@ def unscaling(parameters: list[nn.Parameter]) -> Callable[[], object]:
     return unscale
 
 
-def build_steps(form: str, steps: int, place: Place) -> Workload:
-    """Builds the workload of AdamW steps in a row, whose gradients are new copies of the parameters.
+def steps_in_a_row(form: str) -> TimedProgram:
+    """Program that runs steps of AdamW, whose gradients are new copies of the parameters. `form`: foreach or fused."""
 
-    Args:
-        form: "foreach" or "fused".
-        steps: number of steps whose objects are counted.
-    """
-    full = [
-        torch.arange(i, i + math.prod(ROWS), device=place.device, dtype=torch.float32).view(ROWS) % 7 - 3
-        for i in range(FOREACH_TENSORS)
-    ]
-    done = 0
-
-    def step_of(values: list[Any]) -> tuple[list[nn.Parameter], Call]:
-        parameters = [nn.Parameter(value.clone()) for value in values]
+    def build(place: Place, pass_: str) -> Call:
+        values = torch.arange(math.prod(ROWS), device=place.device, dtype=torch.float32).view(ROWS) % 7
+        parameters = [nn.Parameter(place.put(values - i, "S(0)")) for i in range(FOREACH_TENSORS)]
         optimizer = torch.optim.AdamW(parameters, foreach=form == "foreach", fused=form == "fused")
 
-        def step() -> None:
+        def run_step() -> list[nn.Parameter]:
             for parameter in parameters:
                 parameter.grad = parameter.detach().clone()
             optimizer.step()
             optimizer.zero_grad()
+            return parameters
 
-        return parameters, step
+        return run_step
 
-    parameters, step = step_of([place.put(t, "S(0)") for t in full])
+    def check(place: Place, call: Call) -> str | None:
+        """Compares new parameters after some steps with those of plain torch."""
+        step, plain_step = build(place, FORWARD), build(replace(place, impl="local"), FORWARD)
+        got, want = ([s() for _ in range(CHECKED_STEPS)][-1] for s in (step, plain_step))
+        pairs = enumerate(zip(got, want, strict=True))
+        messages = (
+            place.mismatch(p.detach(), "S(0)", ROWS, q.detach(), f"parameter {i}", RTOL)
+            for i, (p, q) in pairs
+        )
+        return next(filter(None, messages), None)
 
-    def run() -> None:
-        nonlocal done
-        step()
-        done += 1
-
-    def check() -> str | None:
-        expected, plain_step = step_of(full)
-        for _ in range(done):
-            plain_step()
-        for i, (got, want) in enumerate(zip(parameters, expected, strict=True)):
-            local = shard_of(want.detach(), "S(0)", 0, WORLD)
-            if wrong := place.mismatch(got.detach(), "S(0)", ROWS, local, f"parameter {i}", RTOL):
-                return wrong
-        return None
-
-    return Workload(run=run, check=check, counters=partial(growth_per_step, run, steps))
+    return TimedProgram(
+        f"adamw_{form}_steps",
+        "S(0)",
+        build,
+        None,
+        flat=True,
+        quick=form == "foreach",
+        calls_per_sample=1,
+        check=check,
+        in_a_row=True,
+    )
 
 
 class TwoLinears(nn.Module):
@@ -320,6 +320,8 @@ PROGRAMS = (
         for form in ("foreach", "fused")
         if (name, form) != ("sgd", "fused")  # torch has no rule for it
     ),
+    steps_in_a_row("foreach"),
+    steps_in_a_row("fused"),
     clipping(),
     clipping(10 * FOREACH_TENSORS),
     training("zero_grad", zero_grad),
@@ -487,8 +489,9 @@ def check_result(program: TimedProgram, place: Place, pass_: str, call: Call) ->
     return None
 
 
-def build_program(program: TimedProgram, place: Place, pass_: str) -> Workload:
+def build_program(program: TimedProgram, place: Place, pass_: str, quick: bool = False) -> Workload:
     call = program.build(place, pass_)
+    counters = partial(count_instructions, call) if program.name.startswith(PYTORCH_CASES) else None
     return Workload(
         run=call,
         # The other impls draw from the same generator. In its next draw, the core compares the states of the ranks,
@@ -497,5 +500,7 @@ def build_program(program: TimedProgram, place: Place, pass_: str) -> Workload:
         check=partial(program.check, place, call)
         if program.check
         else partial(check_result, program, place, pass_, call),
-        counters=partial(count_instructions, call) if program.name.startswith(PYTORCH_CASES) else None,
+        counters=partial(growth_per_step, call, STEPS_QUICK if quick else STEPS)
+        if program.in_a_row
+        else counters,
     )

@@ -13,10 +13,9 @@ from statistics import fmean, median
 
 from dtbench.stats.host_time import BYTES, INTERVALS, KEPT, LATE_OVER_EARLY, OBJECTS, STEPS, grows
 
-# Steps before the first count, in which caches and optimizer states are created.
-WARMUP_STEPS = 20
-# Steps at the beginning and at the end whose times are compared.
-TIMED_STEPS = 20
+# Steps before the first count, in which caches and optimizer states are created, and steps at the beginning and at the
+# end whose times are compared.
+WARMUP_STEPS, TIMED_STEPS = 20, 20
 
 
 def memory_per_call(make: Callable[[], object], count: int, name: str) -> dict[str, float]:

@@ -147,12 +147,11 @@ class Material:
     @cached_property
     def drops(self) -> Sequence[BandwidthDrop]:
         """The first twelve bandwidth drops of collectives."""
-        return drops_of(self.results)[:12]
+        return drops_of(self.results())[:12]
 
-    @cached_property
-    def results(self) -> Sequence[Result]:
-        """The results of all runs."""
-        return [result for run in self.sources.runs for result in run.results]
+    def results(self, *suites: str) -> list[Result]:
+        """Returns the results of these suites in all runs; without names, those of all suites."""
+        return [r for run in self.sources.runs for r in run.results if not suites or r.suite in suites]
 
     @cached_property
     def shared_cores(self) -> str:

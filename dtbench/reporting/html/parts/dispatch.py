@@ -60,8 +60,10 @@ def fill(section: ReportSection, material: Material) -> None:
         section.add(_table(cached, cases))
     elif cases:
         section.add(_op_table("Every op: time per call, not cached", cases, folded=True))
-    section.add(*host_time_tables(material.results))
-    section.notes += [f"{line[0].upper()}{line[1:]}." for line in describe_host_time(material.results)]
+    section.add(*host_time_tables(material.results("dispatch")))
+    section.notes += [
+        f"{line[0].upper()}{line[1:]}." for line in describe_host_time(material.results("dispatch"))
+    ]
     if busy and cached:
         section.add(
             _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
