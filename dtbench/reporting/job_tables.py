@@ -167,7 +167,7 @@ def _bounds(job: Job, analysis: JobAnalysis, screen: bool) -> Table:
     return _table(
         f"What bounds each collective, {len(shown)} of {len(analysis.bounds)} by time",
         job,
-        "Mesh dim,Collective,Bound by,>of communication,>waiting,>Late rank,>late by,>transfer/calibrated,>calls,Why",
+        "Mesh dim,Collective,Bound by,>of communication,>waiting,>Late rank,>late by,>slowdown,>judged calls,Why",
         rows,
     )
 
@@ -224,7 +224,7 @@ def _phases(job: Job, steps: Mapping[int, int]) -> Table:
         for dim in rank.dims
         for part in dim.phases
     ]
-    step_s = sum(rank.mean_step.step_s for rank in job.ranks) or 1
+    step_s = 1.0 if job.lacks_times else sum(rank.mean_step.step_s for rank in job.ranks) or 1
     rows = []
     for (dim, phase), dim_parts in group_by(parts, lambda part: (part[0], part[1].phase)).items():
         time_s, exposed_s = (

@@ -16,7 +16,7 @@ from dtbench.tests.test_job_cli import text_of as printed
 from dtbench.tests.test_job_figures import COMMITTED, committed, made_up
 from dtbench.tests.test_judge_job import a_call, a_job, the_topology
 from dtbench.traces.analysis import analyze
-from dtbench.traces.arrivals import judge_bounds
+from dtbench.traces.arrivals import _chance_of_last, judge_bounds
 from dtbench.traces.job import read_job
 
 TRANSFER_US = 100.0
@@ -117,6 +117,21 @@ def test_verdict_is_inconclusive(
     verdict = only_verdict(job_of(tmp_path, delays_us, **options))
     assert verdict.bound == "inconclusive" and verdict.why.startswith(why)
     assert str(verdict) == f"what bounds dp all_reduce is inconclusive: {verdict.why}"
+
+
+@pytest.mark.parametrize(
+    ("calls", "times", "ranks", "chance"),
+    [
+        (3, 3, 4, 1 / 64),
+        (5, 5, 2, 1 / 32),
+        (4, 3, 2, 5 / 16),
+        (0, 0, 4, 1.0),
+        (100_000, 50_000, 2, 0.50126),
+        (100_000, 90_000, 8, 0.0),
+    ],
+)
+def test_chance_of_coming_last(calls: int, times: int, ranks: int, chance: float) -> None:
+    assert _chance_of_last(calls, times, ranks) == pytest.approx(chance, abs=1e-5)
 
 
 @pytest.mark.parametrize(("calls", "rank"), [(4, None), (5, 3)])

@@ -175,8 +175,10 @@ def test_kernel_with_a_similar_name_computes(tmp_path: Path, name: str) -> None:
         ("_ZN4vllm26cross_device_reduce_2stageI6__halfLi8EEEvPNS_8RankDataE", "float16"),
         ("_ZN4vllm26cross_device_reduce_2stageIfLi8EEEvPNS_8RankDataE", "float32"),
         (
-            "_ZN64_GLOBAL__N__62167398_25_CUDASymmetricMemoryOps_cu_39041df9_1350726"
-            + "two_shot_all_reduce_kernelIN3c108BFloat16ELi16ELi2ELb1ELb0EEEvPPT_",
+            (
+                "_ZN64_GLOBAL__N__62167398_25_CUDASymmetricMemoryOps_cu_39041df9_1350726"
+                "two_shot_all_reduce_kernelIN3c108BFloat16ELi16ELi2ELb1ELb0EEEvPPT_"
+            ),
             "bfloat16",
         ),
         ("void primus_turbo::deep_ep::intranode::combine<hip_bfloat16, 8, 1024, true>(x)", "bfloat16"),

@@ -76,15 +76,16 @@ def judge_calls(
         sum(call.waiting_us for call in calls),
         sum(call.clock_error_us for call in calls),
     )
-    share, error = waiting_us / time_us, clock_error_us / time_us
+    share, error, mean_s = waiting_us / time_us, clock_error_us / time_us, time_us / count / group_size / 1e6
     longest = max(calls, key=lambda call: call.waiting_us)
     without_longest = (waiting_us - longest.waiting_us) / max(time_us - longest.time_us, 1e-9)
     reasons = {
-        f"{plural(count, 'call')} in steps, expected at least {MIN_CALLS}: record more --steps": count
-        < MIN_CALLS,
-        f"the clocks are known to {format_seconds(clock_error_us / count / group_size / 1e6)}, too coarse for calls of "
-        f"{format_seconds(time_us / count / group_size / 1e6)}": _bound_by(share - error)
-        != _bound_by(share + error),
+        f"{plural(count, 'call')} in steps, expected at least {MIN_CALLS}: record more --steps": (
+            count < MIN_CALLS
+        ),
+        f"the clocks are known to {format_seconds(error * mean_s)}, too coarse for calls of {format_seconds(mean_s)}": (
+            _bound_by(share - error) != _bound_by(share + error)
+        ),
         f"one of {count} calls has {longest.waiting_us / (waiting_us or 1):.0%} of the waiting": (
             abs(share - without_longest) > MAX_EFFECT_OF_CALL
             and _bound_by(without_longest) != _bound_by(share)
@@ -128,15 +129,24 @@ def _find_late_rank(
         if rank in call.arrivals and call.waiting_us >= MIN_SHARE_OF_MEAN * waiting_us / len(calls)
     ]
     late_us = [delay_us for last, delay_us in counted if last == rank]
-    chance = sum(
-        math.comb(len(counted), times)
-        * (group_size - 1) ** (len(counted) - times)
-        / group_size ** len(counted)
-        for times in range(len(late_us), len(counted) + 1)
-    )
-    if caused_us.get(rank, 0.0) <= MOSTLY * waiting_us or group_size * chance > MAX_CHANCE:
+    chance = group_size * _chance_of_last(len(counted), len(late_us), group_size)
+    if caused_us.get(rank, 0.0) <= MOSTLY * waiting_us or chance > MAX_CHANCE:
         return None, None, 0.0
     return rank, fmean(late_us) / 1e6, caused_us[rank]
+
+
+def _chance_of_last(calls: int, times: int, ranks: int) -> float:
+    """Returns the probability that one of the ranks comes last at least so many times, if the last rank is random."""
+    return sum(
+        math.exp(
+            math.lgamma(calls + 1)
+            - math.lgamma(count + 1)
+            - math.lgamma(calls - count + 1)
+            + (calls - count) * math.log(ranks - 1)
+            - calls * math.log(ranks)
+        )
+        for count in range(times, calls + 1)
+    )
 
 
 def judge_bounds(job: Job, links: Sequence[LinkComparison]) -> tuple[BoundVerdict, ...]:
