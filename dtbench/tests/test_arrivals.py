@@ -134,12 +134,20 @@ def test_chance_of_coming_last(calls: int, times: int, ranks: int, chance: float
     assert _chance_of_last(calls, times, ranks) == pytest.approx(chance, abs=1e-5)
 
 
-@pytest.mark.parametrize(("calls", "rank"), [(4, None), (5, 3)])
-def test_late_rank_of_a_pair_needs_five_calls(tmp_path: Path, calls: int, rank: int | None) -> None:
-    """With two ranks, the same one comes last four times of four with a probability of 1/8."""
-    verdict = only_verdict(job_of(tmp_path, [(0, 0, 0, 900)] * calls, groups=((0, 1), (2, 3))))
+@pytest.mark.parametrize(
+    ("delays", "rank"),
+    [
+        ((900, 850, 950), 3),  # steady
+        ((1200, 590, 1210, 600), None),  # each comes last four times of four with a probability of 1/16
+        ((1200, 590, 1210, 600, 900), 3),
+    ],
+)
+def test_late_rank_of_a_pair_needs_steady_delays_or_five_calls(
+    tmp_path: Path, delays: tuple[int, ...], rank: int | None
+) -> None:
+    verdict = only_verdict(job_of(tmp_path, [(0, 0, 0, us) for us in delays], groups=((0, 1), (2, 3))))
     # 900 of 1300 us are waiting: the pair 2, 3 waits 900 us, and each of four ranks transfers for 100 us.
-    assert (verdict.bound, verdict.calls, verdict.late_rank) == ("arrival", 2 * calls, rank)
+    assert (verdict.bound, verdict.calls, verdict.late_rank) == ("arrival", 2 * len(delays), rank)
     assert verdict.waiting_share == pytest.approx(900 / 1300)
 
 

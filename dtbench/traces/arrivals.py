@@ -24,8 +24,10 @@ MIN_CALLS = 3
 # A single call may change the share of waiting by at most this, the width of "mixed".
 MAX_EFFECT_OF_CALL = 1 / 3
 # A rank is named only if another rank would come last as often with at most this probability, were the last rank of
-# each call random. This needs 3 calls of 4 ranks, or 5 calls of 2.
-MAX_CHANCE = 0.1
+# each call random. This needs 3 calls of 4 ranks, or 5 calls of 2. A rank that always comes last is also named if its
+# smallest delay is at least STEADY of its largest. Three exponentially distributed delays are so with probability 1/10,
+# and of the same one of two ranks with 1/40.
+MAX_CHANCE, STEADY = 0.1, 0.5
 # Calls that wait less than this share of the mean do not count for that probability.
 MIN_SHARE_OF_MEAN = 0.5
 _NO_LATE_RANK = "no rank comes last more often than by chance"
@@ -130,7 +132,8 @@ def _find_late_rank(
     ]
     late_us = [delay_us for last, delay_us in counted if last == rank]
     chance = group_size * _chance_of_last(len(counted), len(late_us), group_size)
-    if caused_us.get(rank, 0.0) <= MOSTLY * waiting_us or chance > MAX_CHANCE:
+    is_steady = len(late_us) == len(counted) >= MIN_CALLS and min(late_us) >= STEADY * max(late_us)
+    if caused_us.get(rank, 0.0) <= MOSTLY * waiting_us or (chance > MAX_CHANCE and not is_steady):
         return None, None, 0.0
     return rank, fmean(late_us) / 1e6, caused_us[rank]
 
