@@ -141,6 +141,8 @@ def choose_payload(
         for a, b in itertools.pairwise(size for size in sizes if (low or 0) <= size <= (high or 0))
         if changes[a].ratio >= 1 > changes[b].ratio
     ]
+    # Larger sizes at which it seems to lose, though not clearly.
+    is_unclear_above = any(changes[size].ratio >= 1 for size in sizes if size > max(pays, default=0))
     return PayloadChoice(
         mesh_dim=mesh_dim,
         ranks=ranks,
@@ -148,12 +150,14 @@ def choose_payload(
         payload=payload,
         verdict="pays at all measured sizes"
         if len(pays) == len(sizes)
+        else f"clearly pays from {format_size(high)} to {format_size(pays[-1])}, unclear above"
+        if high is not None and is_unclear_above
         else f"pays from about {format_bytes([high, *crossings][-1])} on, clearly from {format_size(high)}"
         if high is not None
         else f"pays only below {format_size(low)}"
         if pays
         else "pays at no measured size",
-        pays_from_bytes=crossings[-1] if crossings else None,
+        pays_from_bytes=crossings[-1] if crossings and not is_unclear_above else None,
         low_bytes=low,
         high_bytes=high,
     )
