@@ -150,7 +150,8 @@ def choose_payload(
         payload=payload,
         verdict="pays at all measured sizes"
         if len(pays) == len(sizes)
-        else f"clearly pays from {format_size(high)} to {format_size(pays[-1])}, unclear above"
+        else f"clearly pays {f'from {format_size(high)} to' if high < pays[-1] else 'at'} {format_size(pays[-1])}, "
+        "unclear above"
         if high is not None and is_unclear_above
         else f"pays from about {format_bytes([high, *crossings][-1])} on, clearly from {format_size(high)}"
         if high is not None

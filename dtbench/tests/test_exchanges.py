@@ -282,7 +282,7 @@ def chosen(ratios: Sequence[float], spread: float = 0.05) -> PayloadChoice:
         ([2, 0.5, 1.01, 0.5], "about 2.000 KiB on, clearly from 4 KiB", 2 * KIB, KIB, 4 * KIB),
         # At the largest sizes, it seems to lose.
         ([2, 0.5, 0.5, 1.01], "clearly pays from 4 KiB to 16 KiB, unclear above", None, KIB, 4 * KIB),
-        ([0.5, 0.98, 1.0], "clearly pays from 1 KiB to 1 KiB, unclear above", None, None, KIB),
+        ([0.5, 0.98, 1.0], "clearly pays at 1 KiB, unclear above", None, None, KIB),
         ([0.5, 0.5, 0.5], "pays at all measured sizes", None, None, KIB),
         ([0.98, 0.97, 0.5], "about 16.00 KiB on, clearly from 16 KiB", None, None, 16 * KIB),
         ([2, 2, 2], "pays at no measured size", None, 16 * KIB, None),
