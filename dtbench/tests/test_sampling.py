@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from dtbench.engine.budget import Deadlines
 from dtbench.engine.failure import ActiveCase
 from dtbench.engine.measure import Subject
 from dtbench.engine.rank_votes import StoreRanks
@@ -295,6 +297,32 @@ def test_cases_of_several_passes_come_first_in_turn_and_keep_all_samples() -> No
     # 0.1 s of each pass.
     assert Counter(round(s * 1e3) for s in results[0].samples_s) == {1: 100, 2: 50, 3: 33}
     assert results[0].time_s is not None and results[0].time_s.min == pytest.approx(1e-3)
+
+
+def test_suite_of_several_passes_is_completed_before_the_next_uses_its_share_of_a_budget() -> None:
+    trial, order = Trial(), list[str]()
+    active_case = ActiveCase()
+    tasks = [
+        Task(
+            Suite(suite, lambda plan: iter(()), "simulated", ""),
+            Case(f"{suite}{number}", {}, {"core": trial.impl("core")}, passes=passes),
+            ("core",),
+        )
+        for suite, number, passes in (("a", 0, 1), ("a", 1, 1), ("b", 0, 3), ("b", 1, 1))
+    ]
+    measure_tasks(
+        tasks,
+        0,
+        trial.ranks(0),
+        trial.tools(0),
+        launch=0,
+        timeout_s=60.0,
+        active_case=active_case,
+        record=lambda result: None,
+        around_case=lambda: nullcontext(order.append(active_case.name)),
+        deadlines=Deadlines(tasks, time.monotonic() + 3600.0, False),
+    )
+    assert order == ["b0", "b0", "b0", "b1", "a0", "a1"]
 
 
 def test_combining_leaves_out_rounds_that_a_rank_missed() -> None:
