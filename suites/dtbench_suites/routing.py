@@ -4,7 +4,8 @@
     lognormal(SIGMA)  the ranks' shares of the rows are the quantiles of a log-normal distribution
     zipf(S)           rank i receives a share proportional to 1 / (i + 1)^S
     hot               rank 0 receives all rows: the largest possible skew
-    FILE              recorded counts, scaled to the number of rows: a CSV file `source,destination,count` with header
+    FILE              recorded counts, scaled to the number of rows: a CSV file `source,destination,count` with header,
+                      or a square matrix with a line per source
 
 In a model's routing, all ranks send equally many rows, and the shares are the same for all of them. All routings are
 deterministic and have exactly as many rows in total as the uniform one. Counts are rounded to whole rows: down, and
@@ -165,17 +166,23 @@ def read_counts(path: Path) -> dict[tuple[int, int], int]:
         UsageError: the file cannot be read, a value is not a non-negative integer, a pair occurs twice, or all are 0.
     """
     try:
-        header, *rows = [line for line in csv.reader(path.read_text("utf-8").splitlines()) if line] or [[]]
+        lines = [line for line in csv.reader(path.read_text("utf-8").splitlines()) if line]
     except (OSError, ValueError, csv.Error) as error:
         raise UsageError(
             f"--routing {path}: {describe(error)}; expected a file of counts or one of uniform, lognormal(SIGMA), "
             "zipf(S), hot"
         ) from None
+    if (
+        lines and all(map(_NUMBER.fullmatch, lines[0])) and {*map(len, lines)} == {len(lines)}
+    ):  # a square matrix
+        cells = itertools.product(range(len(lines)), repeat=2)
+        lines = [HEADER, *([str(source), str(rank), lines[source][rank]] for source, rank in cells)]
+    header, *rows = lines or [[]]
     bad = [row for row in rows if len(row) != len(HEADER) or not all(map(_NUMBER.fullmatch, row))]
     if bad or [cell.strip().lower() for cell in header] != HEADER:
         raise UsageError(
             f"--routing {path} has {','.join([*bad, header][0])[:60]!r}: expected the header {','.join(HEADER)}, and "
-            "lines of three non-negative integers"
+            "lines of three non-negative integers; or a square matrix of them"
         )
     counts = {(int(source), int(destination)): int(count) for source, destination, count in rows}
     if len(counts) < len(rows) or not any(counts.values()):

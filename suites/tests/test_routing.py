@@ -100,9 +100,22 @@ def test_recorded_counts_are_scaled_and_missing_pairs_are_0(tmp_path: Path) -> N
     assert made.moved_share == 96 / 144 and made.skew["max_over_mean_received"] == 72 / 48
 
 
+def test_recorded_counts_may_be_a_square_matrix(tmp_path: Path) -> None:
+    matrix, pairs = (
+        point_of(file_of(tmp_path, text), 3, 192)
+        for text in ("0,3,0\n1,0,0\n\n0,0,2\n", HEADER + "0,1,3\n1,0,1\n2,2,2")
+    )
+    assert matrix.counts == pairs.counts
+    assert read_counts(Path(file_of(tmp_path, "7"))) == {(0, 0): 7}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("1,2\n3,x\n", "has '1,1,x': expected the header source,destination,count, and lines of three non-"),
+        ("1,2\n3,-4\n", "or a square matrix of them"),
+        ("1,2\n3,4\n5,6\n", "or a square matrix of them"),
+        ("0,0\n0,0\n", "and 0 rows: expected each pair"),
         (
             HEADER + "0,1,-3",
             "has '0,1,-3': expected the header source,destination,count, and lines of three non-",
