@@ -134,12 +134,13 @@ def test_transport_that_torch_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) 
         prepare_backend("gloo:uv")
 
 
-def test_torchcomms_is_switched_on_for_its_backend_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist.config, "use_torchcomms", False)
-    prepare_backend("gloo")
+def test_torchcomms_is_switched_on_for_its_backend_alone() -> None:
+    with dist.config.patch(use_torchcomms=False):
+        prepare_backend("gloo")
+        assert not dist.config.use_torchcomms
+        prepare_backend("torchcomms:gloo")
+        assert dist.config.use_torchcomms
     assert not dist.config.use_torchcomms
-    prepare_backend("torchcomms:gloo")
-    assert dist.config.use_torchcomms
 
 
 @pytest.mark.parametrize("uses_torchcomms", [True, False])
