@@ -75,7 +75,7 @@ def routing_costs(runs: Iterable[Run]) -> list[RoutingCost]:
             change=change,
             max_over_mean=result.counters.get("max_over_mean_received"),
         )
-        for result, time_s, change in variants(runs, "collectives", ROUTING, "uniform")
+        for result, time_s, change in variants(runs, "collectives", "uniform", ROUTING)
     ]
 
 
@@ -107,14 +107,14 @@ def payload_choices(runs: Iterable[Run]) -> list[PayloadChoice]:
     by_curve = group_by(
         (
             (result, change)
-            for result, _, change in variants(runs, "payload", "payload", "float32")
+            for result, _, change in variants(runs, "payload", "float32")
             if change is not None and result.params.get("part") == "total"
         ),
         lambda pair: (
             str(pair[0].params.get("mesh_dim")),
             integer_param(pair[0].params, "ranks"),
             pair[0].name,
-            str(pair[0].params["payload"]),
+            pair[0].impl,
         ),
     )
     return [

@@ -108,12 +108,13 @@ def interval(replicates: Array | NDArray[np.intp], share: float, *, interpolated
 
 
 def variants(
-    runs: Iterable[Run], suite: str, param: str, base: str
+    runs: Iterable[Run], suite: str, base: str, param: str = ""
 ) -> Iterator[tuple[Result, float, Change | None]]:
-    """Compares the cases of a suite that have the param with the base: the case that differs in this param alone.
+    """Compares the implementations of each case of a suite, or its cases that differ in one param alone, with a base.
 
     Args:
-        base: value of the param that the others are compared with.
+        base: the implementation, or the value of the param, that the others are compared with.
+        param: name of the param; "" compares implementations.
 
     Yields:
         The result of the case's first launch; its time in seconds, median over launches; and that time over the time of
@@ -123,7 +124,7 @@ def variants(
         ((run.header.run_id, result.launch), result)
         for run in runs
         for result in run.ok(suite)
-        if param in result.params and result.size_bytes and result.estimate_s
+        if (not param or param in result.params) and result.size_bytes and result.estimate_s
     )
     by_case = {
         key: dict(entries)
@@ -131,7 +132,7 @@ def variants(
             timed,
             lambda entry: (
                 (entry[1].name, tuple(p for p in entry[1].case_key[3] if p[0] != param)),
-                str(entry[1].params[param]),
+                str(entry[1].params[param]) if param else entry[1].impl,
             ),
         ).items()
     }

@@ -316,16 +316,9 @@ def payloads(crossing_bytes: float, noise: float, *, launches: int = 1, seed: in
             0.1 if part == "transfer" else 1
         )
         times = 1e-3 * exact * np.exp(rng.normal(0, noise, 40))
-        params = {
-            "mesh_dim": "tp",
-            "ranks": 4,
-            "dtype": "float32",
-            "size": size,
-            "payload": payload,
-            "part": part,
-        }
+        params = {"mesh_dim": "tp", "ranks": 4, "dtype": "float32", "size": size, "part": part}
         yield made_up.result(
-            "payload", "all_gather", "c10d", params, times.tolist(), size_bytes=size, launch=launch
+            "payload", "all_gather", payload, params, times.tolist(), size_bytes=size, launch=launch
         )
 
 
@@ -363,5 +356,5 @@ def test_payloads_are_shown_in_text_json_and_on_the_page(tmp_path: Path, dtbench
 
 
 def test_payload_without_float32_gives_no_answer() -> None:
-    results = [r for r in payloads(32 * KIB, 0.02) if r.params["payload"] != "float32"]
+    results = [r for r in payloads(32 * KIB, 0.02) if r.impl != "float32"]
     assert payload_choices([made_up.run(results)]) == []

@@ -208,7 +208,7 @@ def test_every_payload_and_part_is_right_on_four_ranks(tmp_path: Path) -> None:
     results = read_run(tmp_path / "x.jsonl").results
     assert [(r.name, r.params, r.reason) for r in results if r.status != "ok"] == []
     assert len(results) == 2 * 3 * 7 and {r.size_bytes for r in results} == {2048, 65536}
-    sent = {(r.name, r.params["payload"]): r.counters["sent_bytes"] for r in results if r.size_bytes == 65536}
+    sent = {(r.name, r.impl): r.counters["sent_bytes"] for r in results if r.size_bytes == 65536}
     for name, whole in (("all_gather", 65536 / 4), ("reduce_scatter", 65536), ("all_to_all", 65536)):
         assert sent[name, "float32"] == whole and sent[name, "bfloat16"] == whole / 2
         assert sent[name, "float8_e4m3fn"] == whole / 4 + whole / 128  # with a scale per 128 elements
