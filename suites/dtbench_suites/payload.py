@@ -39,8 +39,8 @@ from dtbench_suites.data import mismatch, summed_values, torch_dtype
 
 BLOCK = 128
 FLOAT8 = "float8_e4m3fn"
-# Part -> the payloads, as impls, so that their samples alternate. A quick run measures the totals only. A float32 tensor
-# needs no conversion, so its total is its transfer.
+# Part -> the payloads, as impls, so that their samples alternate. A quick run measures only the totals. A float32
+# tensor needs no conversion, so its total is its transfer.
 PARTS = {
     "total": ("float32", "bfloat16", FLOAT8),
     "transfer": ("bfloat16", FLOAT8),
