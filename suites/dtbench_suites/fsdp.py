@@ -26,21 +26,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dtbench.stats.host_time import STAGE
 from dtbench.suite import Case, RunOptions, Skip, Workload, World, suite
-from dtbench_core.parallel import shard_parameters
 from dtbench_suites import SUITES
 from dtbench_suites.dispatch_programs import WORLD as SIMULATED_RANKS
 from dtbench_suites.tensor_parallel import ROUNDINGS, compare
 
 # Groups as the layers of a model. A layer of a transformer has about 8 parameters, one with experts far more.
-GROUPS, GROUPS_QUICK = (1, 8, 32), (1, 2, 6)
-PARAMETERS, PARAMETERS_QUICK = (1, 8, 64), (1, 8)
+GROUPS, GROUPS_QUICK = (1, 8, 32), (1, 2, 4)
+PARAMETERS, PARAMETERS_QUICK = (1, 8, 64), (1, 4)
 # The core has a collective per parameter, which takes milliseconds on gloo. Real ranks measure it up to so many.
-MOST_COLLECTIVES, MOST_COLLECTIVES_QUICK = 64, 16
+MOST_COLLECTIVES, MOST_COLLECTIVES_QUICK = 64, 8
 SAMPLES, SAMPLES_QUICK = 7, 3
 STAGES = ("pre_forward", "post_forward", "pre_backward", "post_backward")  # methods of FSDPParamGroup
 RECORDED_STEPS = 4
@@ -57,6 +54,8 @@ class Group(nn.ParameterList):
 
 def stage_times(step: Callable[[], object]) -> dict[str, float]:
     """Returns the seconds of each stage in the fastest of some steps of fully_shard."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     methods = {stage: getattr(FSDPParamGroup, stage) for stage in STAGES}
     recorded: list[dict[str, float]] = []
 
@@ -94,6 +93,10 @@ def build_impl(groups: int, parameters: int, impl: str, world: World) -> Workloa
             for _ in range(2)
         )
     if impl == "torch":
+        # Imported late: it takes a second, which the process that only lists cases need not spend.
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
         if missing := [stage for stage in STAGES if not hasattr(FSDPParamGroup, stage)]:
             raise Skip(
                 f"torch {torch.__version__} has no FSDPParamGroup.{missing[0]}, which this suite times"
@@ -101,6 +104,8 @@ def build_impl(groups: int, parameters: int, impl: str, world: World) -> Workloa
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
     elif impl == "core":
+        from dtbench_core.parallel import shard_parameters
+
         shard_parameters(model, mesh)
 
     def step() -> None:

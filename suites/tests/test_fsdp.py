@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dtbench.engine.rank_votes import simulated_world, world_of_one
 from dtbench.records.run import read_run
@@ -69,15 +70,15 @@ def test_stage_times_are_those_of_the_hooks_alone(
 ) -> None:
     clock = [0.0]
     workload = fsdp.build_impl(groups, 2, "torch", world)
-    hooks = {stage: getattr(fsdp.FSDPParamGroup, stage) for stage in fsdp.STAGES}
+    hooks = {stage: getattr(FSDPParamGroup, stage) for stage in fsdp.STAGES}
     for number, stage in enumerate(fsdp.STAGES):
 
         def hook(group: Any, *args: Any, stage: str = stage, number: int = number, **kwargs: Any) -> Any:
             clock[0] += 10.0**number  # a hook within another one would add to both
             return hooks[stage](group, *args, **kwargs)
 
-        monkeypatch.setattr(fsdp.FSDPParamGroup, stage, hook)
-    wrapped = {stage: getattr(fsdp.FSDPParamGroup, stage) for stage in fsdp.STAGES}
+        monkeypatch.setattr(FSDPParamGroup, stage, hook)
+    wrapped = {stage: getattr(FSDPParamGroup, stage) for stage in fsdp.STAGES}
     monkeypatch.setattr(fsdp.timeit, "default_timer", lambda: clock[0])
     monkeypatch.setattr(fsdp.timeit, "timeit", lambda step, number: (step(), 5000.0)[1])
     assert workload.counters is not None
@@ -86,7 +87,7 @@ def test_stage_times_are_those_of_the_hooks_alone(
         "stage_s:rest": 5000.0 - groups * 1111.0,
         "stage_s:recorded step": 5000.0,
     }
-    assert {stage: getattr(fsdp.FSDPParamGroup, stage) for stage in fsdp.STAGES} == wrapped
+    assert {stage: getattr(FSDPParamGroup, stage) for stage in fsdp.STAGES} == wrapped
 
 
 def test_fastest_recorded_step_counts(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +102,14 @@ def test_fastest_recorded_step_counts(world: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_torch_without_a_hook_is_skipped_with_its_name(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fsdp.FSDPParamGroup, "post_forward")
+    monkeypatch.delattr(FSDPParamGroup, "post_forward")
     with pytest.raises(Skip, match=r"has no FSDPParamGroup\.post_forward, which this suite times"):
         fsdp.build_impl(1, 1, "torch", world)
 
 
 def test_run_on_gloo_ranks_measures_both_worlds(tmp_path: Path) -> None:
     words = ["run", "fsdp", "--quick", "--nproc", "2", "--device", "cpu", "-o", "run.jsonl", "--filter"]
-    done = start(*words, "groups=2 params=8", cwd=tmp_path)
+    done = start(*words, "groups=2 params=4", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "on 2 cpu ranks (tp=2), part of fsdp in one process" in done.stdout
     results = read_run(tmp_path / "run.jsonl").results
