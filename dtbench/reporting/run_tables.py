@@ -21,7 +21,6 @@ from dtbench.engine.tasks import label_of, matcher
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.result import MeshShape, Result, Run, estimator_of
-from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.exchanges import payload_choices, routing_costs
@@ -76,7 +75,7 @@ def _print_results(console: Console, run: Run) -> None:
             terminal.print_line(console, "")
         _print_suite(console, suite, run, results)
     terminal.print_rest(console, len(suites), "suites", _ALL, terminal.MAX_TABLES)
-    for table in (*host_time_tables(run.results), *answer_tables([run])):
+    for table in answer_tables([run]):
         terminal.print_line(console, "")
         terminal.print_line(console, table.caption, "bold")
         terminal.print_table(console, table.columns)

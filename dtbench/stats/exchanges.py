@@ -12,53 +12,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from dtbench.grouping import group_by
 from dtbench.records.comparison import Change
 from dtbench.records.result import Run, integer_param
+from dtbench.records.suite_answers import PayloadChoice, RoutingCost
 from dtbench.stats.order import variants
 from dtbench.suite import ROUTING
-from dtbench.text.units import format_bytes, format_ratio, format_size
-
-
-class RoutingCost(msgspec.Struct, frozen=True, kw_only=True):
-    """An all-to-all with one routing, compared with the uniform one.
-
-    Attributes:
-        routing: name of the routing.
-        size_bytes: mean bytes that a rank sends, including those to itself.
-        time_s: seconds, median over launches.
-        busbw_Bps: bytes per second that a rank sends to other ranks, on average over the ranks.
-        change: time / time of the uniform routing, with its 95% interval; None for that routing itself, or if no launch
-            measured it.
-        max_over_mean: rows that the fullest rank receives, over the mean.
-    """
-
-    mesh_dim: str
-    ranks: int
-    dtype: str
-    size_bytes: int
-    routing: str
-    time_s: float
-    busbw_Bps: float | None = None  # noqa: N815 - spelled as in the run file
-    change: Change | None = None
-    max_over_mean: float | None = None
-
-    @property
-    def verdict(self) -> str:
-        """The cost of the skew in words; "" for the uniform routing."""
-        change, share = self.change, self.max_over_mean or 1.0
-        if change is None:
-            return "" if self.routing == "uniform" else "no time of the uniform routing"
-        ratio = format_ratio(change.ratio)
-        if not change.low or not change.high or change.low <= 1 <= change.high:
-            return "no clear cost"
-        if change.high < 1:
-            return f"takes {ratio} the time of uniform"
-        fullest = "of which {} is" if share <= change.ratio else "less than the {} of"
-        reason = f", {fullest.format(format_ratio(share))} the fullest rank" if share > 1 else ""
-        return f"skew costs {ratio}{reason}"
+from dtbench.text.units import format_bytes, format_size
 
 
 def routing_costs(runs: Iterable[Run]) -> list[RoutingCost]:
@@ -77,29 +37,6 @@ def routing_costs(runs: Iterable[Run]) -> list[RoutingCost]:
         )
         for result, time_s, change in variants(runs, "collectives", "uniform", ROUTING)
     ]
-
-
-class PayloadChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The size from which sending a collective in a narrower dtype pays.
-
-    Attributes:
-        collective: name of the collective.
-        payload: the narrower dtype.
-        verdict: the answer in words.
-        pays_from_bytes: estimated size from which on it pays, in bytes of float32: where the ratio crosses 1,
-            interpolated on logarithmic scales. None if it is not between two measured sizes.
-        low_bytes: the largest size that clearly loses; None if none does.
-        high_bytes: the smallest size above that which clearly pays; None if none does.
-    """
-
-    mesh_dim: str
-    ranks: int
-    collective: str
-    payload: str
-    verdict: str
-    pays_from_bytes: int | None = None
-    low_bytes: int | None = None
-    high_bytes: int | None = None
 
 
 def payload_choices(runs: Iterable[Run]) -> list[PayloadChoice]:

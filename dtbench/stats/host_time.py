@@ -20,8 +20,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from dtbench.grouping import group_by
-from dtbench.records.host_time import GroupCost, SecondCall, StepGrowth
 from dtbench.records.result import Result, integer_param
+from dtbench.records.suite_answers import GroupCost, SecondCall, StepGrowth
 
 INTERVALS = 4
 # Counters of second calls, and of repeated steps.

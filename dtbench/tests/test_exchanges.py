@@ -16,9 +16,10 @@ from dtbench.engine.findings import findings, next_commands
 from dtbench.engine.refine import sizes_between
 from dtbench.records.comparison import Change
 from dtbench.records.result import Result
+from dtbench.records.suite_answers import PayloadChoice, RoutingCost
 from dtbench.stats import resampled_ratio
 from dtbench.stats.drops import drops_of
-from dtbench.stats.exchanges import PayloadChoice, RoutingCost, choose_payload, payload_choices, routing_costs
+from dtbench.stats.exchanges import choose_payload, payload_choices, routing_costs
 from dtbench.suite import RunOptions
 from dtbench.tests import made_up
 from dtbench.tests.html_page import section

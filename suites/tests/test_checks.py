@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dtbench.engine.rank_votes import simulated_world
-from dtbench.records.host_time import StepGrowth
 from dtbench.records.result import Result
+from dtbench.records.suite_answers import StepGrowth
 from dtbench.stats.host_time import step_growths
 from dtbench.suite import Skip, Workload
 from dtbench_suites import bucketer_reference, dispatch

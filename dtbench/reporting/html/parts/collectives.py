@@ -36,7 +36,7 @@ from dtbench.reporting.html.section import (
     equal_parts,
     main_dtype,
 )
-from dtbench.reporting.suite_answers import routing_table
+from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats import bandwidth_drops, estimate_s
 from dtbench.stats.layout import format_hosts, from_last_arrival_s, layout_of, mesh_groups
 from dtbench.suite.mesh import Groups
@@ -74,7 +74,7 @@ def limit_of(header: Header, dim: str) -> float | None:
 
 
 def fill(section: ReportSection, material: Material) -> None:
-    section.add(routing_table(material.sources.runs))
+    section.add(*answer_tables(material.sources.runs, "collectives"))
     if not (cases := equal_parts(material.cases(*COLLECTIVES.suites))):
         return
     runs, dtype = material.sources.runs, main_dtype(cases)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dtbench.engine.findings import describe_added_time, describe_host_time
 from dtbench.grouping import group_by, sort_by_order
 from dtbench.records.profile import CallStages, Stage
-from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.html.figures import Figure, StackedBar, bars
 from dtbench.reporting.html.parts.suites import (
     add_dots,
@@ -16,6 +15,7 @@ from dtbench.reporting.html.parts.suites import (
     time_columns,
 )
 from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct
+from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.dispatch_headline import SINGLE_OPS, added_times, is_cached, kind_of
 from dtbench.suite import STAGES
 from dtbench.suite.case import FLOOR
@@ -60,7 +60,7 @@ def fill(section: ReportSection, material: Material) -> None:
         section.add(_table(cached, cases))
     elif cases:
         section.add(_op_table("Every op: time per call, not cached", cases, folded=True))
-    section.add(*host_time_tables(material.results("dispatch")))
+    section.add(*answer_tables(material.sources.runs, "dispatch"))
     section.notes += [
         f"{line[0].upper()}{line[1:]}." for line in describe_host_time(material.results("dispatch"))
     ]

@@ -7,11 +7,10 @@ from itertools import cycle
 
 from dtbench.engine.findings import describe_slow_floors
 from dtbench.grouping import group_by, sort_by_order
-from dtbench.reporting.host_time import host_time_tables
 from dtbench.reporting.html.axes import value_axis
 from dtbench.reporting.html.figures import MAX_DOT_ROWS, DotRow, Style, dots
 from dtbench.reporting.html.section import Material, Part, ReportCase, ReportSection, distinct, geometric_mean
-from dtbench.reporting.suite_answers import payload_table
+from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.dispatch_headline import FEWEST_CASES
 from dtbench.suite import IMPL_WORDS
 from dtbench.suite.case import WHOLE
@@ -232,8 +231,7 @@ def other_suites(claimed: Collection[str]) -> Part:
         for suite, cases in suites.items():
             note_slow_floors(section, cases, f"Suite {suite}: ")
         section.add(
-            payload_table(material.sources.runs),
-            *host_time_tables(material.results(*suites) if suites else []),
+            *(table for suite in suites for table in answer_tables(material.sources.runs, suite)),
             *(_generic(f"Suite {suite}", cases) for suite, cases in suites.items()),
         )
 
