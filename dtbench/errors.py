@@ -111,8 +111,7 @@ def format_location(error: BaseException, source: object) -> str:
     Args:
         source: path of the file, or a function in it.
     """
-    code = getattr(source, "__code__", None)
-    path = getattr(code, "co_filename", source)
+    path = getattr(getattr(source, "__code__", None), "co_filename", source)
     lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
     return f" ({Path(str(path)).name}:{lines[-1]})" if lines else ""
 

@@ -62,8 +62,9 @@ class Progress:
             )
         elif self._done < total:
             pace = (now_s - self._began_s) / sum(self._estimates_s[: self._done])
-            left_s = pace * sum(self._estimates_s[self._done :])
-            print_status(f"result {self._done} of {total}, {format_about(left_s)} left")
+            print_status(
+                f"result {self._done} of {total}, {format_about(pace * sum(self._estimates_s[self._done :]))} left"
+            )
 
 
 class ProgressLine:

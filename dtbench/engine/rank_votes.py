@@ -242,8 +242,9 @@ class SimulatedWorld(LiveWorld):
             timeout=distributed_c10d.default_pg_timeout,
         )
         distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(shape[0])}
-        mesh = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=names)
-        return self._meshes.setdefault(shape, mesh)
+        return self._meshes.setdefault(
+            shape, DeviceMesh.from_group(group, self.device.type, mesh_dim_names=names)
+        )
 
 
 def select_device(device_type: str, local_rank: int) -> torch.device:

@@ -262,9 +262,14 @@ def run_to_resume(selection: Selection, output: Path) -> Run | None:
     if not selection.request.resume or not os.path.lexists(output):
         return None
     run = read_run(output)
-    request, options = selection.request, selection.options
-    backend = resolve_backend(options.device_type, request.backend)
-    refuse_other_run(run.header, options, selection.suite_names, request.launches, backend, output)
+    refuse_other_run(
+        run.header,
+        selection.options,
+        selection.suite_names,
+        selection.request.launches,
+        resolve_backend(selection.options.device_type, selection.request.backend),
+        output,
+    )
     return run
 
 

@@ -168,10 +168,7 @@ def check_text(text: str) -> tuple[str, str]:
         likely_kind = "env" if "=" in text else "python" if os.access(text, os.X_OK) else "rev"
         example = f"{likely_kind}:{mask(text)}" if text and not colon else "rev:origin/main"
         raise UsageError(f"{mask(text)!r} is not an arm: expected {expected}, such as {example}")
-    if kind == "env":
-        parse_variables(value)
-    if kind == "backend":
-        parse_backend(value)
+    {"env": parse_variables, "backend": parse_backend}.get(kind, str)(value)
     return kind, value
 
 

@@ -211,8 +211,9 @@ class Launcher:
         self._end_round()
         launch_times = []
         for arm, launch, of_arm in zip(arms, launches, bad, strict=True):
-            real = self._ranks(arm, benchmarks, of_arm)
-            launch_times.append(_times_of(launch.results, real, benchmarks, of_arm))
+            launch_times.append(
+                _times_of(launch.results, self._ranks(arm, benchmarks, of_arm), benchmarks, of_arm)
+            )
         self._longest_s = max(self._longest_s, time.monotonic() - began)
         return launch_times
 

@@ -88,8 +88,7 @@ def parse_number(text: str) -> PrintedNumber | None:
     match = _NUMBER.fullmatch(text)
     if match is None:
         return None
-    exponent = int(match[4] or 0) - len(match[3] or "")
-    return PrintedNumber(float(text), 0.5 * 10.0**exponent)
+    return PrintedNumber(float(text), 0.5 * 10.0 ** (int(match[4] or 0) - len(match[3] or "")))
 
 
 @lru_cache(2**14)

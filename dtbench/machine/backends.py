@@ -26,8 +26,6 @@ _GLOO_VARIABLE = "GLOO_DEVICE_TRANSPORT"
 TORCHCOMMS = "torchcomms"
 # Examples for messages. Which of them exist depends on torch.
 NAMES = ("auto", "gloo", "gloo:tcp", "nccl", "nccl2", "nccl-legacy", TORCHCOMMS)
-# Names in torch's list that no rank communicates with.
-_NO_BACKENDS = {"undefined", "fake"}
 # "1" makes torch's name nccl mean nccl2, "0" the legacy implementation. Without it, nccl is nccl2 from torch 2.15 on
 # (pytorch/pytorch#192281).
 NCCL2_VARIABLE, _NCCL2_SINCE = "TORCH_DIST_USE_NCCL2", (2, 15)
@@ -74,10 +72,9 @@ def resolve_backend(device_type: str, chosen: str = "auto") -> str:
 def _nccl_is_nccl2() -> bool:
     import torch
 
-    version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    if (choice := os.environ.get(NCCL2_VARIABLE)) in ("0", "1"):
-        return choice == "1" and torch.distributed.is_backend_available("nccl2")
-    return version >= _NCCL2_SINCE
+    is_default = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2]) >= _NCCL2_SINCE
+    is_chosen = {"0": False, "1": True}.get(os.environ.get(NCCL2_VARIABLE, ""), is_default)
+    return is_chosen and torch.distributed.is_backend_available("nccl2")
 
 
 def library_of(backend: str) -> str:
@@ -105,11 +102,16 @@ def check_backend(device_type: "DeviceType", chosen: str) -> None:
                 "for it"
             )
     elif not dist.is_backend_available(name):
-        available = sorted(filter(dist.is_backend_available, {*dist.Backend.backend_list} - _NO_BACKENDS))
-        legacy = name == "nccl-legacy" and dist.is_backend_available("nccl")
+        available = sorted(
+            filter(dist.is_backend_available, {*dist.Backend.backend_list} - {"undefined", "fake"})
+        )
         raise UsageError(
             f"--backend {chosen}: torch {torch.__version__} does not have it"
-            + (", since its nccl is that implementation: use --backend nccl" if legacy else "")
+            + (
+                ", since its nccl is that implementation: use --backend nccl"
+                if name == "nccl-legacy" and "nccl" in available
+                else ""
+            )
             + f"; it has {', '.join(available)}"
         )
     if device_type not in dist.Backend.backend_capability.get(name, [device_type]):

@@ -66,8 +66,9 @@ class SessionWorld:
         if self.rank is not None:
             self._life.enter_context(self.rank)
         self.device_type = choose_device(options.device)
-        size = options.ranks or DEFAULT_CPU_RANKS
-        self.options = options.resolve(self.device_type, place.world_size if place else size)
+        self.options = options.resolve(
+            self.device_type, place.world_size if place else (options.ranks or DEFAULT_CPU_RANKS)
+        )
         # Without a launcher, a suite for real ranks runs on one rank if that does not change its cases.
         self._single = None if self.rank or options.mesh else options.resolve(self.device_type, 1)
 

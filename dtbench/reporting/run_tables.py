@@ -25,7 +25,7 @@ from dtbench.reporting.suite_answers import answer_tables
 from dtbench.stats.drops import drops_of
 from dtbench.stats.exchanges import payload_choices, routing_costs
 from dtbench.stats.host_time import group_costs, second_calls, step_growths
-from dtbench.stats.layout import DimLayout, Range, format_range, layout_of
+from dtbench.stats.layout import DimLayout, format_range, layout_of
 from dtbench.suite import Param
 from dtbench.suite.case import FLOOR, WHOLE
 from dtbench.text import terminal
@@ -139,10 +139,10 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
     figures = {
         "ranks": [str(d.ranks) for d in dims],
         "groups": [str(d.groups) for d in dims],
-        "hosts per group": [_range(d.hosts_per_group) for d in dims],
-        "ranks per host": [_range(d.ranks_per_host) for d in dims],
+        "hosts per group": [format_range(d.hosts_per_group) for d in dims],
+        "ranks per host": [format_range(d.ranks_per_host) for d in dims],
         "groups per host pair": [str(d.groups_per_host_pair or "-") for d in dims],
-        "NUMA nodes per group": [_range(d.numa_nodes_per_group) for d in dims],
+        "NUMA nodes per group": [format_range(d.numa_nodes_per_group) for d in dims],
         "NVLink pairs": ["-" if d.nvlink is None else f"{d.nvlink[0]} of {d.nvlink[1]}" for d in dims],
     }
     terminal.print_line(console, "")
@@ -152,10 +152,6 @@ def _print_layout(console: Console, dims: Sequence[DimLayout]) -> None:
         [("mesh dim", [d.name for d in dims])],
         [(title, column) for title, column in figures.items() if set(column) != {"-"}],
     )
-
-
-def _range(span: Range | None) -> str:
-    return "-" if span is None else format_range(span)
 
 
 def _counted(names: Iterable[str]) -> str:

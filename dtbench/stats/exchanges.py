@@ -69,9 +69,8 @@ def choose_payload(
         changes: size in bytes -> total time of the payload / that of float32.
     """
     sizes = sorted(changes)
-    loses = [size for size in sizes if (changes[size].low or 0) > 1]
     pays = [size for size in sizes if 0 < (changes[size].high or 0) < 1]
-    low = max(loses, default=None)
+    low = max((size for size in sizes if (changes[size].low or 0) > 1), default=None)
     high = min((size for size in pays if size > (low or 0)), default=None)
     crossings = [
         round(a * (b / a) ** (math.log(changes[a].ratio) / math.log(changes[a].ratio / changes[b].ratio)))

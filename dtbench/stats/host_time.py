@@ -42,7 +42,6 @@ def second_calls(results: Iterable[Result]) -> list[SecondCall]:
     ]
     times_s = {r.key: r.estimate_s or 0.0 for r in dispatched}
     counted = [r for r in dispatched if r.params.get("call") == "second" and DECISIONS in r.counters]
-    launches = group_by(counted, lambda r: r.case_key).values()
     return [
         SecondCall(
             r.name,
@@ -53,7 +52,10 @@ def second_calls(results: Iterable[Result]) -> list[SecondCall]:
             times_s[r.key],
             *(times_s.get(replace(r, params={**r.params, "call": call}).key) for call in ("first", "cached")),
         )
-        for r in (max(of_case, key=lambda r: r.counters[DECISIONS]) for of_case in launches)
+        for r in (
+            max(of_case, key=lambda r: r.counters[DECISIONS])
+            for of_case in group_by(counted, lambda r: r.case_key).values()
+        )
     ]
 
 
@@ -73,8 +75,8 @@ def _growth(result: Result) -> StepGrowth:
         [float(counters.get(f"{prefix}{i + 1}", 0.0)) for i in range(INTERVALS)]
         for prefix in (OBJECTS, BYTES)
     )
-    kept = sorted(((-rate, name) for name, rate in counters.items() if name.startswith(KEPT)))[:MAX_TYPES]
-    types = {name.removeprefix(KEPT): -rate for rate, name in kept}
+    kept = ((-rate, name.removeprefix(KEPT)) for name, rate in counters.items() if name.startswith(KEPT))
+    types = {name: -rate for rate, name in sorted(kept)[:MAX_TYPES]}
     verdict = "leak of memory outside Python's objects" if grows(bytes_kept, LEAST_BYTES) else "flat"
     if grows(objects):
         names = ", ".join(f"{rate:.3g} {name}" for name, rate in types.items())

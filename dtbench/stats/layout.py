@@ -99,9 +99,9 @@ def format_hosts(dims: Mapping[str, tuple[Range | None, Range | None]]) -> dict[
     }
 
 
-def format_range(span: Range) -> str:
-    """Formats (least, most), e.g. "2", or "1..2" if groups differ."""
-    return str(span[0]) if span[0] == span[1] else f"{span[0]}..{span[1]}"
+def format_range(span: Range | None) -> str:
+    """Formats (least, most), e.g. "2", or "1..2" if groups differ, or "-" if it is unknown."""
+    return "-" if span is None else "..".join(map(str, dict.fromkeys(span)))
 
 
 def _layout_of_dim(

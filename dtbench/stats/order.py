@@ -138,8 +138,8 @@ def variants(
     }
     for (case, value), launches in by_case.items():
         change = resampled_ratio(by_case.get((case, base), {}), launches) if value != base else None
-        times = [result.estimate_s or 0.0 for result in launches.values()]
-        yield next(iter(launches.values())), median(times), change
+        time_s = median(result.estimate_s or 0.0 for result in launches.values())
+        yield next(iter(launches.values())), time_s, change
 
 
 def resampled_ratio(

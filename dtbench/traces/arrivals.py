@@ -189,8 +189,9 @@ def _judge_untimed(job: Job, kind: _Kind, calls: Sequence[Collective]) -> BoundV
         known_s = sum(call.mean_s * call.count for call in known)
         share = max(1 - sum((call.transfer_s or 0.0) * call.count for call in known) / known_s, 0.0)
         bound, count = _bound_by(share), sum(call.count for call in known) // group_size
-        why = _RANK_UNKNOWN * (bound == "arrival")
-        return BoundVerdict(*kind, bound, time_s, calls=count, waiting_share=share, why=why)
+        return BoundVerdict(
+            *kind, bound, time_s, calls=count, waiting_share=share, why=_RANK_UNKNOWN * (bound == "arrival")
+        )
     reasons = {
         "the trace does not show which collective it is": collective == UNKNOWN,
         f"a rank may leave a {collective} before the others arrive": collective not in SYNCHRONIZING,

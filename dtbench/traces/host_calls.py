@@ -120,8 +120,9 @@ def _payload_outside_c10d(op: Op, collective: str, dtype: str | None) -> tuple[s
     number, shapes, types = SIZED_ARGUMENTS.get(op.name, 0), op.args.shapes, op.args.types
     if not isinstance(shapes, list) or not isinstance(types, list) or len(shapes) != len(types):
         return None, None
-    args = Args(shapes=shapes[number : number + 1], types=types[number : number + 1])
-    payload = comm.payload_from_shapes("", args, None)
+    payload = comm.payload_from_shapes(
+        "", Args(shapes=shapes[number : number + 1], types=types[number : number + 1]), None
+    )
     is_same = comm.parse_collective(op.name) == collective and payload[0] == (dtype or payload[0])
     return payload if is_same and op.name in SIZED_ARGUMENTS else (None, None)
 

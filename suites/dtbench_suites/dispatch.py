@@ -481,8 +481,8 @@ def variants(options: RunOptions, shape: tuple[int, ...], op: TimedOp) -> list[t
     if options.quick and len(shape) > 1:
         return [(FORWARD, CACHED)]
     passes = EVERY_PASS if op.backward else (FORWARD,)
-    pairs = [(p, c) for p in passes for c in (CACHED, FIRST, SECOND) if p != REQUIRES_GRAD or c == CACHED]
-    pairs = [(p, c) for p, c in pairs if len(shape) == 1 or c != SECOND]
+    calls = (CACHED, FIRST, SECOND) if len(shape) == 1 else (CACHED, FIRST)
+    pairs = [(p, c) for p in passes for c in calls if p != REQUIRES_GRAD or c == CACHED]
     if options.device_type == "cuda" and len(shape) == 1 and op.name in BUSY:
         pairs.insert(1, (FORWARD, BUSY_CALL))
     return [(p, c) for p, c in pairs if not (options.quick and p == BACKWARD and c != CACHED)]

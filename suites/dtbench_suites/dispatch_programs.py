@@ -219,10 +219,9 @@ def steps_in_a_row(form: str) -> TimedProgram:
         """Compares new parameters after some steps with those of plain torch."""
         step, plain_step = build(place, FORWARD), build(replace(place, impl="local"), FORWARD)
         got, want = ([s() for _ in range(CHECKED_STEPS)][-1] for s in (step, plain_step))
-        pairs = enumerate(zip(got, want, strict=True))
         messages = (
             place.mismatch(p.detach(), "S(0)", ROWS, q.detach(), f"parameter {i}", RTOL)
-            for i, (p, q) in pairs
+            for i, (p, q) in enumerate(zip(got, want, strict=True))
         )
         return next(filter(None, messages), None)
 
@@ -401,8 +400,9 @@ def check_gradients(place: Place, call: Call) -> str | None:
     """Checks the gradients of the local tensors. Those of a sum are ones, whatever values the fake group moves."""
     for leaf in call():
         leaf.grad = torch.zeros_like(leaf)
-    messages = (mismatch(leaf.grad, torch.ones_like(leaf), "a gradient") for leaf in call())
-    return next(filter(None, messages), None)
+    return next(
+        filter(None, (mismatch(leaf.grad, torch.ones_like(leaf), "a gradient") for leaf in call())), None
+    )
 
 
 PYTORCH_PROGRAMS = (

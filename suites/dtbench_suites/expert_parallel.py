@@ -68,8 +68,7 @@ def build_impl(point: RoutedSweepPoint, passes: str, dtype: torch.dtype, impl: s
     def check() -> str | None:
         scale = torch.cat([torch.full((count, 1), r % 2 + 1) for r, count in enumerate(sent)]).to(rows)
         expected = {"the combined rows": rows * scale, "the gradient": cotangent * scale}
-        wrong = map(mismatch, step(), expected.values(), expected)  # got, want, name
-        return next(filter(None, wrong), None)
+        return next(filter(None, map(mismatch, step(), expected.values(), expected)), None)
 
     return Workload(step, check=check, counters=lambda: point.skew)
 

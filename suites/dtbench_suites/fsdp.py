@@ -139,8 +139,9 @@ def fsdp(options: RunOptions) -> Iterator[Case]:
         if options.quick
         else (GROUPS, PARAMETERS, MOST_COLLECTIVES, SAMPLES)
     )
-    worlds = ("simulated", "real") if options.world_size > 1 else ("simulated",)
-    for group, groups, parameters in itertools.product(worlds, group_counts, parameter_counts):
+    for group, groups, parameters in itertools.product(
+        ("simulated", "real") if options.world_size > 1 else ("simulated",), group_counts, parameter_counts
+    ):
         ranks = options.world_size if group == "real" else SIMULATED_RANKS
         impls = (
             ("torch", "local")

@@ -59,8 +59,7 @@ def values_of(rank: int, ranks: int, count: int, device: torch.device) -> Tensor
         Skip: bfloat16 cannot add the integers of so many ranks exactly.
     """
     integers = summed_values(rank, ranks, count, torch.bfloat16, device, start=rank)
-    exponents = torch.arange(count, device=device) // BLOCK % 8
-    return integers.float() / 2.0**exponents * (1 + 2**-10)
+    return integers.float() / 2.0 ** (torch.arange(count, device=device) // BLOCK % 8) * (1 + 2**-10)
 
 
 def encode(values: Tensor, payload: str) -> list[Tensor]:

@@ -74,8 +74,7 @@ def refuse_overlap(
 def may_share_memory(args: Args, kwargs: Kwargs) -> bool:
     """Whether two of the arguments may share memory. Cheap, as every write is checked."""
     tensors = _wrappers((*args, *kwargs.values()) if kwargs else args)
-    memories = {id(t) if (memory := t._memory) is None else id(memory[0]) for t in tensors}
-    return len(memories) < len(tensors)
+    return len({id(t) if (memory := t._memory) is None else id(memory[0]) for t in tensors}) < len(tensors)
 
 
 def _wrappers(arguments: Iterable[Value]) -> list[Wrapper]:

@@ -178,8 +178,9 @@ def _state(mesh: MeshInfo) -> bytes:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         return b"".join(n.to_bytes(8, "little") for n in (generator.initial_seed(), generator.get_offset()))
     # Runs at every draw: a third faster than torch's wrapper and a NumPy view.
-    cpu = mesh.device_type == "cpu"
-    state = torch.default_generator.get_state() if cpu else generators(mesh).get_rng_state()
+    state = (
+        torch.default_generator.get_state() if mesh.device_type == "cpu" else generators(mesh).get_rng_state()
+    )
     return string_at(state.data_ptr(), state.nbytes)
 
 

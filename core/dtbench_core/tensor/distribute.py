@@ -103,8 +103,13 @@ def _sent(full: torch.Tensor, info: MeshInfo, placements: Placements, src: int) 
     for mesh_dim, placement in enumerate(placements):
         group, index, parts = info.groups[mesh_dim], info.my_coordinate()[mesh_dim], info.sizes[mesh_dim]
         if isinstance(placement, Shard):
-            pieces = [placement.part(local, parts, rank) for rank in range(parts)]
-            local = _scattered(pieces, placement.dim, group, index, src)
+            local = _scattered(
+                [placement.part(local, parts, rank) for rank in range(parts)],
+                placement.dim,
+                group,
+                index,
+                src,
+            )
         else:
             if local is full:
                 local = local.clone(memory_format=torch.contiguous_format)

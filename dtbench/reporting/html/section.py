@@ -12,7 +12,7 @@ from typing import TypeVar
 import pandas as pd
 
 from dtbench.comparison.run_comparison import compare_runs
-from dtbench.records.result import Result, Run, integer_param
+from dtbench.records.result import Run, integer_param
 from dtbench.records.topology import BandwidthDrop
 from dtbench.reporting.html.changes import Changes, changes_of_comparison
 from dtbench.reporting.html.figures import MAX_PANELS, Figure
@@ -147,11 +147,7 @@ class Material:
     @cached_property
     def drops(self) -> Sequence[BandwidthDrop]:
         """The first twelve bandwidth drops of collectives."""
-        return drops_of(self.results())[:12]
-
-    def results(self, *suites: str) -> list[Result]:
-        """Returns the results of these suites in all runs; without names, those of all suites."""
-        return [r for run in self.sources.runs for r in run.results if not suites or r.suite in suites]
+        return drops_of(result for run in self.sources.runs for result in run.results)[:12]
 
     @cached_property
     def shared_cores(self) -> str:

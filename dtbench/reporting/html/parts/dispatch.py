@@ -61,9 +61,8 @@ def fill(section: ReportSection, material: Material) -> None:
     elif cases:
         section.add(_op_table("Every op: time per call, not cached", cases, folded=True))
     section.add(*answer_tables(material.sources.runs, "dispatch"))
-    section.notes += [
-        f"{line[0].upper()}{line[1:]}." for line in describe_host_time(material.results("dispatch"))
-    ]
+    results = [r for run in material.sources.runs for r in run.results if r.suite == "dispatch"]
+    section.notes += [f"{line[0].upper()}{line[1:]}." for line in describe_host_time(results)]
     if busy and cached:
         section.add(
             _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
@@ -73,8 +72,9 @@ def fill(section: ReportSection, material: Material) -> None:
 
 
 def _op_table(caption: str, cases: Sequence[ReportCase], folded: bool = False) -> Table:
-    params = PARAMS | {"call": "Call"}
-    return Table(caption, [*case_columns(cases, "Op", params), *time_columns(cases)], folded=folded)
+    return Table(
+        caption, [*case_columns(cases, "Op", PARAMS | {"call": "Call"}), *time_columns(cases)], folded=folded
+    )
 
 
 def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Table:
