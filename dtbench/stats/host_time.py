@@ -59,9 +59,9 @@ def second_calls(results: Iterable[Result]) -> list[SecondCall]:
     ]
 
 
-def grows(per_step: Sequence[float], least: float = LEAST_OBJECTS) -> bool:
-    """Whether each interval but the first keeps at least `least` per step."""
-    return len(per_step) == INTERVALS and min(per_step[1:]) >= least
+def grows(per_step: Sequence[float], threshold: float = LEAST_OBJECTS) -> bool:
+    """Whether each interval but the first keeps at least `threshold` per step."""
+    return len(per_step) == INTERVALS and min(per_step[1:]) >= threshold
 
 
 def step_growths(results: Iterable[Result]) -> list[StepGrowth]:
@@ -75,8 +75,8 @@ def _growth(result: Result) -> StepGrowth:
         [float(counters.get(f"{prefix}{i + 1}", 0.0)) for i in range(INTERVALS)]
         for prefix in (OBJECTS, BYTES)
     )
-    kept = ((-rate, name.removeprefix(KEPT)) for name, rate in counters.items() if name.startswith(KEPT))
-    types = {name: -rate for rate, name in sorted(kept)[:MAX_TYPES]}
+    rates = ((-rate, name.removeprefix(KEPT)) for name, rate in counters.items() if name.startswith(KEPT))
+    types = {name: -rate for rate, name in sorted(rates)[:MAX_TYPES]}
     verdict = "leak of memory outside Python's objects" if grows(bytes_kept, LEAST_BYTES) else "flat"
     if grows(objects):
         names = ", ".join(f"{rate:.3g} {name}" for name, rate in types.items())

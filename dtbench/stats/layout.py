@@ -89,13 +89,13 @@ def format_hosts(dims: Mapping[str, tuple[Range | None, Range | None]]) -> dict[
     Args:
         dims: name -> (hosts_per_group, ranks_per_host), each (least, most) or None.
     """
-    known = {name: (hosts, ranks) for name, (hosts, ranks) in dims.items() if hosts and ranks}
-    if not all(any(span[index][1] > 1 for span in known.values()) for index in (0, 1)):
+    recorded = {name: (hosts, ranks) for name, (hosts, ranks) in dims.items() if hosts and ranks}
+    if not all(any(span[index][1] > 1 for span in recorded.values()) for index in (0, 1)):
         return {}
     return {
         name: f"{format_range(hosts)} {'host' if hosts[1] == 1 else 'hosts'} x "
         f"{format_range(ranks)} {'rank' if ranks[1] == 1 else 'ranks'}"
-        for name, (hosts, ranks) in known.items()
+        for name, (hosts, ranks) in recorded.items()
     }
 
 

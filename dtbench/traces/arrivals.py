@@ -139,7 +139,7 @@ def _find_late_rank(
 
 
 def _chance_of_last(calls: int, times: int, ranks: int) -> float:
-    """Returns the probability that one of the ranks comes last at least so many times, if the last rank is random."""
+    """Returns the probability that any rank comes last at least `times` times, if the last rank is random."""
     return sum(
         math.exp(
             math.lgamma(calls + 1)
@@ -184,11 +184,11 @@ def _judge_untimed(job: Job, kind: _Kind, calls: Sequence[Collective]) -> BoundV
     """Judges calls whose arrivals are unknown, by their mean times if logs show the time without waiting."""
     time_s = sum(call.mean_s * call.calls_in_steps for call in calls)
     _, collective, group_size = kind
-    known = [call for call in calls if job.lacks_times and call.transfer_s is not None]
-    if known and group_size:
-        known_s = sum(call.mean_s * call.count for call in known)
-        share = max(1 - sum((call.transfer_s or 0.0) * call.count for call in known) / known_s, 0.0)
-        bound, count = _bound_by(share), sum(call.count for call in known) // group_size
+    timed = [call for call in calls if job.lacks_times and call.transfer_s is not None]
+    if timed and group_size:
+        total_s = sum(call.mean_s * call.count for call in timed)
+        share = max(1 - sum((call.transfer_s or 0.0) * call.count for call in timed) / total_s, 0.0)
+        bound, count = _bound_by(share), sum(call.count for call in timed) // group_size
         return BoundVerdict(
             *kind, bound, time_s, calls=count, waiting_share=share, why=_RANK_UNKNOWN * (bound == "arrival")
         )

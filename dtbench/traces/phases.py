@@ -105,9 +105,9 @@ def _letters(name: str) -> str:
 
 
 def _neighbors(ends: Any, starts: Any, times: Any) -> tuple[Any, Any]:
-    """Returns for each time the last end at or before it and the first start after it; infinite if there is none."""
-    before = np.concatenate([[-np.inf], ends])[np.searchsorted(ends, times, side="right")]
-    return before, np.append(starts, np.inf)[np.searchsorted(starts, times, side="right")]
+    """Returns for each time the last end at or before it and the first start after it, infinite without one."""
+    last_ends = np.concatenate([[-np.inf], ends])[np.searchsorted(ends, times, side="right")]
+    return last_ends, np.append(starts, np.inf)[np.searchsorted(starts, times, side="right")]
 
 
 def _contains(united: Intervals, times: Any) -> Any:

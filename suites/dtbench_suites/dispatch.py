@@ -426,9 +426,9 @@ def build_impl(
 
     def count_second_decisions() -> dict[str, float]:
         run_first_call()
-        before = decisions_made(impl)
+        count_before = decisions_made(impl)
         call()
-        return {} if before is None else {"decisions": (decisions_made(impl) or 0) - before}
+        return {} if count_before is None else {"decisions": (decisions_made(impl) or 0) - count_before}
 
     if call_kind == SECOND:
         return Workload(lambda: call(), run_first_call, setup.check, count_second_decisions)

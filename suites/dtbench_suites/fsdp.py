@@ -134,7 +134,7 @@ def build_impl(groups: int, parameters: int, impl: str, world: World) -> Workloa
 
 @suite("fsdp", world="simulated", help=SUITES["fsdp"], by_default=False, impl_s=(0.8, 0.25))
 def fsdp(options: RunOptions) -> Iterator[Case]:
-    group_counts, parameter_counts, most, samples = (
+    group_counts, parameter_counts, max_collectives, samples = (
         (GROUPS_QUICK, PARAMETERS_QUICK, MOST_COLLECTIVES_QUICK, SAMPLES_QUICK)
         if options.quick
         else (GROUPS, PARAMETERS, MOST_COLLECTIVES, SAMPLES)
@@ -145,7 +145,7 @@ def fsdp(options: RunOptions) -> Iterator[Case]:
         ranks = options.world_size if group == "real" else SIMULATED_RANKS
         impls = (
             ("torch", "local")
-            if group == "real" and groups * parameters > most
+            if group == "real" and groups * parameters > max_collectives
             else ("core", "torch", "local")
         )
         yield Case(

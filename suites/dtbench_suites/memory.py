@@ -77,7 +77,7 @@ def growth_per_step(step: Callable[[], object], steps: int) -> dict[str, float]:
         [(late - early) / per_interval for early, late in itertools.pairwise(counts)]
         for counts in ([census.total() for census in censuses], resident)
     )
-    kept = {
+    kept_by_type = {
         name: [(late[name] - early[name]) / per_interval for early, late in itertools.pairwise(censuses)]
         for name in censuses[-1]
     }
@@ -86,7 +86,7 @@ def growth_per_step(step: Callable[[], object], steps: int) -> dict[str, float]:
         LATE_OVER_EARLY: median(times_s[-TIMED_STEPS:]) / median(times_s[:TIMED_STEPS]),
         **{f"{OBJECTS}{number}": growth for number, growth in enumerate(objects, 1)},
         **({f"{BYTES}{number}": growth for number, growth in enumerate(bytes_kept, 1)} if can_trim() else {}),
-        **{f"{KEPT}{name}": fmean(rates[1:]) for name, rates in kept.items() if grows(rates)},
+        **{f"{KEPT}{name}": fmean(rates[1:]) for name, rates in kept_by_type.items() if grows(rates)},
     }
 
 

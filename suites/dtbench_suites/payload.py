@@ -56,7 +56,7 @@ def values_of(rank: int, ranks: int, count: int, device: torch.device) -> Tensor
     last factor off, and adds what remains exactly.
 
     Raises:
-        Skip: bfloat16 cannot add the integers of so many ranks exactly.
+        Skip: bfloat16 cannot add the integers of all ranks exactly.
     """
     integers = summed_values(rank, ranks, count, torch.bfloat16, device, start=rank)
     return integers.float() / 2.0 ** (torch.arange(count, device=device) // BLOCK % 8) * (1 + 2**-10)
@@ -101,8 +101,8 @@ def expected_of(collective: str, parts: Sequence[Tensor], rank: int) -> Tensor:
     """
     if collective == "all_gather":
         return torch.cat([*parts])
-    own = [part.chunk(len(parts))[rank] for part in parts]
-    return torch.cat(own) if collective == "all_to_all" else torch.stack(own).sum(0)
+    shards = [part.chunk(len(parts))[rank] for part in parts]
+    return torch.cat(shards) if collective == "all_to_all" else torch.stack(shards).sum(0)
 
 
 def build(collective: str, payload: str, part: str, mesh_dim: str, count: int, world: World) -> Workload:

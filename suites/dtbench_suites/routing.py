@@ -63,8 +63,11 @@ class RoutedSweepPoint(NamedTuple):
     @property
     def moved_share(self) -> float:
         """The share of the rows whose source and destination differ."""
-        kept, rows = sum(row[rank] for rank, row in enumerate(self.counts)), sum(map(sum, self.counts))
-        return (rows - kept) / rows
+        rows_to_itself, rows = (
+            sum(row[rank] for rank, row in enumerate(self.counts)),
+            sum(map(sum, self.counts)),
+        )
+        return (rows - rows_to_itself) / rows
 
     @property
     def skew(self) -> dict[str, float]:

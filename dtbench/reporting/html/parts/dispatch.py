@@ -89,7 +89,7 @@ def _table(all_cached: Sequence[ReportCase], cases: Sequence[ReportCase]) -> Tab
     call_times = [
         (
             f"{i}, {call} call",
-            [found.seconds(i) if (found := by_id.get(identity(c))) else None for c in cached],
+            [case.seconds(i) if (case := by_id.get(identity(c))) else None for c in cached],
         )
         for call, by_id in new_shapes.items()
         for i in ("core", "torch")
