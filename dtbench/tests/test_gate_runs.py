@@ -277,6 +277,9 @@ def test_real_arms_report_a_selection_without_benchmarks_before_a_launch(
         code, _, err = dtbench("gate", *ENVS, *words.split(), "-o", "g")
         assert code == 2 and message in err and "counting" not in err, err
         (tmp_path / "bench" / "helper_beside.py").write_text("N = 50\n")
+    missing = ("--base", "env:", "--head", "backend:missing", "bench/tiny.py", "-o", "g")
+    code, _, err = dtbench("gate", *missing)
+    assert code == 2 and "dtbench: backend:missing: --backend missing: torch " in err, err
     assert not Path("g").exists()
 
 
@@ -409,6 +412,24 @@ def test_compared_launches_are_set_up_together_and_measure_by_turns(tmp_path: Pa
     assert min(launch.times_s[SUM.key] for launch in launches) > 0
     # a b, b a, b a, a b, and so on: in four samples each arm is twice the first, and two pairs of turns are adjacent.
     assert turns == turns[:2] * (3 * samples // 4)
+
+
+def test_launch_on_real_ranks_uses_the_backend_of_its_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run_ranks(_arm: Arm, words: Sequence[str], *_rest: Any) -> str:
+        commands.append([*words])
+        return "nothing ran"
+
+    monkeypatch.setattr(launcher, "run_ranks", run_ranks)
+    arms_by_name = {"base": real_arm(), "head": replace(real_arm(), backend="gloo:tcp")}
+    on_ranks = replace(SUM, world="ranks")
+    with launcher_of(tmp_path, **arms_by_name) as gate_launcher:
+        launches = gate_launcher.launch(["head", "base"], [on_ranks])
+    assert [words[words.index("--backend") + 1] for words in commands] == ["gloo:tcp", "auto"]
+    assert [launch.bad for launch in launches] == [{on_ranks.key: "nothing ran"}] * 2
 
 
 def test_benchmark_that_kills_a_launch_fails_and_the_others_are_measured(tmp_path: Path) -> None:
