@@ -168,7 +168,8 @@ def test_the_tables_of_a_job_fit_a_window_of_1280_pixels(browser: Any, tmp_path:
         with Visit(browser, tmp_path / f"{place}.html", width=1280) as visit:
             visit.page.evaluate(UNFOLD)
             excess = "[...document.querySelectorAll('#job .scroll')].map(t => t.scrollWidth - t.clientWidth)"
-            assert visit.page.evaluate(excess) == [0, 0, 0], place
+            excess_px = visit.page.evaluate(excess)
+            assert len(excess_px) >= 4 and {*excess_px} == {0}, place
 
 
 def test_page_works_without_script(browser: Any, path: Path) -> None:

@@ -314,7 +314,9 @@ def test_under_torchrun_sends_name_their_group_and_dims_over_all_ranks_their_nam
         ("send", "pp", 3),
         ("recv", "pp", 3),
     }
-    assert job.backend == "gloo" and job.notes == ()
+    # On a busy machine, the first step may take so long that it is excluded.
+    notes = [note for note in job.notes if not note.startswith("excluded from all figures: the first ")]
+    assert job.backend == "gloo" and notes == []
 
 
 SENDING = """
