@@ -8,7 +8,7 @@ import pytest
 from msgspec import json
 from msgspec.structs import replace
 
-from dtbench.records.job import BoundVerdict, Job, JobAnalysis, RankJob
+from dtbench.records.job import BoundVerdict, Job, JobAnalysis, LateRank, RankJob
 from dtbench.reporting.html import Sources, render
 from dtbench.reporting.job_tables import tables
 from dtbench.tests.made_up_traces import Event, gloo, kernel, nccl, op, write
@@ -259,6 +259,20 @@ KIND = ("dp", "all_reduce", 4)
 )  # fmt: skip
 def test_verdict_is_one_sentence(verdict: BoundVerdict, text: str) -> None:
     assert str(verdict) == text
+
+
+def test_late_rank_of_another_dim_is_the_cause_of_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each call another rank is last, as where a late rank makes the ranks of its group late."""
+    calls = [tuple(300 * (rank == call % 4) for rank in range(4)) for call in range(8)]
+    job, late = job_of(tmp_path, calls), LateRank(3, 0.061, "idle", "tp", 1.0)
+    assert "rank comes last" in analyze(job).bounds[0].why
+    monkeypatch.setattr("dtbench.traces.analysis.find_late_ranks", lambda _job: (late,))
+    assert str(analyze(job).bounds[0]) == (
+        "dp all_reduce is bound by arrival: 69% of its time is waiting for the last rank (rank 3 delays the others by "
+        "61.0 ms a step)"
+    )
 
 
 def test_verdict_leads_terminal_page_and_json(tmp_path: Path) -> None:

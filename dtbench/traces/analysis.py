@@ -24,7 +24,7 @@ from dtbench.records.job import (
     TimeChange,
 )
 from dtbench.records.topology import CalibratedTopology
-from dtbench.text.units import format_size
+from dtbench.text.units import format_seconds, format_size
 from dtbench.traces.arrivals import judge_bounds
 from dtbench_core.cost.ring import RING_COLLECTIVES, busbw_factor
 
@@ -46,13 +46,22 @@ def analyze(job: Job, topology: Topology | None = None, bases: Sequence[Job] = (
     Raises:
         UsageError: as in `compare_recordings`.
     """
-    links = () if topology is None else compare_links(job, topology)
+    links, late_ranks = () if topology is None else compare_links(job, topology), find_late_ranks(job)
+    # Over another dim, a late rank makes its group late, so that each group waits for another rank.
+    cause = " and ".join(
+        f"rank {late.rank} delays the others by {format_seconds(late.late_s)} a step" for late in late_ranks
+    )
     return replace(
         compare_recordings(bases, [job]) if bases else JobAnalysis(EXIT_OK),
         links=links,
         savings=tuple(estimate_savings(job, links)),
-        late_ranks=find_late_ranks(job),
-        bounds=judge_bounds(job, links),
+        late_ranks=late_ranks,
+        bounds=tuple(
+            replace(verdict, why=cause)
+            if cause and (verdict.bound, verdict.late_rank) == ("arrival", None)
+            else verdict
+            for verdict in judge_bounds(job, links)
+        ),
     )
 
 
