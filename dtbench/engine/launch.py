@@ -164,10 +164,12 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
         except SignalException:
             pass
         except (RuntimeError, OSError) as error:
-            reason = str(error).partition("\n")[0]
-            raise WorldBrokenError(
-                f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
-            ) from error
+            # After the launch is over, torch's launcher may signal a rank that has just ended.
+            if msgspec.json.decode(report_path.read_bytes(), type=RankReport).exit_code is None:
+                reason = str(error).partition("\n")[0]
+                raise WorldBrokenError(
+                    f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
+                ) from error
         finally:
             logging.disable(log_level)
         return _outcome(msgspec.json.decode(report_path.read_bytes(), type=RankReport), failures)

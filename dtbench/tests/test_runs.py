@@ -1,5 +1,6 @@
 """`dtbench run` through its real entry point, on real gloo ranks, in good days and bad."""
 
+import errno
 import json
 import os
 import re
@@ -8,16 +9,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from dtbench.engine.failure import ActiveCase, Diagnosis
 from dtbench.engine.launch import run as run_here
+from dtbench.engine.launch import start_ranks as start_here
 from dtbench.engine.launch_files import LaunchSpec, RankReport
 from dtbench.engine.options import RunRequest
 from dtbench.engine.workers import Fork, StartedProgram, send_connection
+from dtbench.errors import WorldBrokenError
 from dtbench.records.run import read_run
 from dtbench.tests.programs import start, start_fresh, start_ranks
 
@@ -166,6 +172,27 @@ def test_ranks_that_are_lost_whatever_they_measure_end_the_run(
     assert run_here(RunRequest(suites=(SUITE,), device="cpu", output=here / "x.jsonl"), []) == 5
     assert starts == [False] + [True] * 4
     assert "5 starts in a row gave no result" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_signal_to_a_rank_that_has_just_ended_does_not_fail_a_finished_launch(
+    is_over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elastic_launch(*_: Any) -> Callable[..., None]:
+        def launch(*words: str) -> None:
+            report = Path(json.loads(Path(words[-1]).read_text())["report_path"])
+            if is_over:
+                report.write_bytes(msgspec.json.encode(RankReport(exit_code=0, is_complete=True)))
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+
+        return launch
+
+    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", elastic_launch)
+    if is_over:
+        assert start_here(LaunchSpec(command="run"), 2).exit_code == 0
+        return
+    with pytest.raises(WorldBrokenError, match="cannot start 2 ranks: ProcessLookupError"):
+        start_here(LaunchSpec(command="run"), 2)
 
 
 def test_a_suite_is_checked(with_own_packages: None) -> None:
