@@ -39,12 +39,14 @@ def findings(run: Run) -> list[str]:
         if timed:
             doubts = _doubts(run, timed)
             lines = unreliable[doubts] if doubts else reliable
-            texts = [
-                *_findings(suite, _cases(timed)),
-                *describe_host_time(timed),
-                *describe_exchanges(replace(run, results=tuple(timed))),
+            lines += [
+                f"{suite}: {finding}"
+                for finding in (
+                    *_findings(suite, _cases(timed)),
+                    *describe_host_time(timed),
+                    *describe_exchanges(replace(run, results=tuple(timed))),
+                )
             ]
-            lines += (f"{suite}: {finding}" for finding in texts)
     for doubts, lines in unreliable.items():
         reliable += [f"unreliable ({doubts}):", *(f"  {line}" for line in lines)]
     return [*reliable, *_drifts(run)]

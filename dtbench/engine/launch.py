@@ -31,6 +31,7 @@ from dtbench.errors import (
     EXIT_OWN_FAULT,
     EXIT_USAGE,
     WorldBrokenError,
+    describe,
     print_error,
 )
 from dtbench.machine.limits import refuse_local_ranks
@@ -166,10 +167,7 @@ def start_ranks(spec: LaunchSpec, world_size: int) -> RankReport:
         except (RuntimeError, OSError) as error:
             # After the launch is over, torch's launcher may signal a rank that has just ended.
             if msgspec.json.decode(report_path.read_bytes(), type=RankReport).exit_code is None:
-                reason = str(error).partition("\n")[0]
-                raise WorldBrokenError(
-                    f"cannot start {world_size} ranks: {type(error).__name__}: {reason}"
-                ) from error
+                raise WorldBrokenError(f"cannot start {world_size} ranks: {describe(error)}") from error
         finally:
             logging.disable(log_level)
         return _outcome(msgspec.json.decode(report_path.read_bytes(), type=RankReport), failures)

@@ -212,10 +212,10 @@ def _built(text: str, folder: Path) -> Arm:
         note = f"commit {revision[:12]}, {origin}"
     elif kind == "python":
         python, note = _executable(value), "another interpreter"
-    elif kind == "backend":
-        note = "process groups of real ranks use it"
-    else:
+    elif kind == "env":
         note = f"{plural(len(variables), 'variable')} set" if variables else "no changes"
+    else:
+        note = "process groups of real ranks use it"
     snapshot = folder / "sources"
     for name, source in sources.items():
         try:

@@ -232,14 +232,19 @@ def _phases(job: Job, steps: Mapping[int, int]) -> Table:
             for name in ("communication_s", "exposed_s")
         )
         if time_s:
-            row = [dim, phase, *(format_seconds(s / len(job.ranks)) for s in (time_s, exposed_s))]
-            rows.append([*row, _percent(exposed_s / step_s)])
-    is_known = any(row[1] != "?" for row in rows)
+            rows.append(
+                [
+                    dim,
+                    phase,
+                    *(format_seconds(s / len(job.ranks)) for s in (time_s, exposed_s)),
+                    _percent(exposed_s / step_s),
+                ]
+            )
     return _table(
         "Communication by phase",
         job,
         "Mesh dim,Phase,>time,>exposed,>exposed/step",
-        rows if is_known else [],
+        rows if any(row[1] != "?" for row in rows) else [],
     )
 
 

@@ -22,7 +22,6 @@ def _results(runs: Sequence[Run]) -> list[Result]:
 
 def _cache_misses(runs: Sequence[Run]) -> Table:
     misses = [call for call in second_calls(_results(runs)) if call.decisions > 0]
-    times = {"first": "first_s", "second": "second_s", "cached": "cached_s"}
     return Table(
         "Ops whose second call with the same shapes misses the sharding cache",
         [
@@ -32,7 +31,11 @@ def _cache_misses(runs: Sequence[Run]) -> Table:
             columns.text("Impl", [call.impl for call in misses]),
             columns.counts("decisions made again", [call.decisions for call in misses]),
             *columns.times(
-                [(title, [getattr(call, name) for call in misses]) for title, name in times.items()]
+                [
+                    ("first", [call.first_s for call in misses]),
+                    ("second", [call.second_s for call in misses]),
+                    ("cached", [call.cached_s for call in misses]),
+                ]
             ),
         ],
     )

@@ -56,10 +56,9 @@ class Phases:
         is_in_forward = is_before_backward & (forward_before > np.maximum(backward_end, other_end))
         is_in_gap = is_before_backward & (backward_end > other_end) & (forward_after > backward_start)
         is_shown = (len(backward) > 0) & np.isfinite(np.minimum(backward_start, other_start))
-        shown = [_contains(self.spans[phase], times) for phase in _WORDS]
-        conditions = [*shown, is_in_forward, is_in_gap, is_shown]
-        phases = [*_WORDS, FORWARD, BACKWARD, OTHER]
-        return [str(phase) for phase in np.select(conditions, phases, UNKNOWN_PHASE)]
+        conditions = [_contains(self.spans[phase], times) for phase in _WORDS]
+        conditions += [is_in_forward, is_in_gap, is_shown]
+        return list(map(str, np.select(conditions, [*_WORDS, FORWARD, BACKWARD, OTHER], UNKNOWN_PHASE)))
 
 
 def find_phases(
@@ -95,8 +94,8 @@ def find_phases(
     spans = {phase: union(intervals(pairs)) for phase, pairs in shown.items()}
     spans[BACKWARD] = difference(spans[BACKWARD], spans[OPTIMIZER])
     starts = np.sort(np.concatenate(forward_ops))
-    is_outside = ~(_contains(spans[BACKWARD], starts) | _contains(spans[OPTIMIZER], starts))
-    return Phases(spans, starts[is_outside], np.unique(np.array([*steps]).ravel()))
+    is_within = _contains(spans[BACKWARD], starts) | _contains(spans[OPTIMIZER], starts)
+    return Phases(spans, starts[~is_within], np.unique(np.array([*steps]).ravel()))
 
 
 def _letters(name: str) -> str:

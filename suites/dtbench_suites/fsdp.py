@@ -119,8 +119,8 @@ def build_impl(groups: int, parameters: int, impl: str, world: World) -> Workloa
         if (
             impl != "local" and torch.distributed.get_backend(mesh.get_group()) == "fake"
         ):  # which moves no data
-            right = all((p.grad.placements, p.grad.shape) == (p.placements, (n,)) for p in sharded)
-            return None if right else "a gradient is not sharded as its parameter"
+            wrong = [p for p in sharded if (p.grad.placements, p.grad.shape) != (p.placements, (n,))]
+            return "a gradient is not sharded as its parameter" if wrong else None
         reference.zero_grad()
         for batch in [batches[world.rank]] if impl == "local" else batches:
             (reference(batch).sum() / (1 if impl == "local" else n)).backward()

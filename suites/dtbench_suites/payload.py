@@ -128,9 +128,10 @@ def build(collective: str, payload: str, part: str, mesh_dim: str, count: int, w
         outputs = runs[part]()
         got = finish(outputs) if part == "transfer" else outputs[-1]
         sent = [values_of(r, n, length, world.device) for r in range(n)]
-        converted = expected_of(collective, [decode(encode(tensor, payload)) for tensor in sent], rank)
-        rounding = torch.finfo(torch_dtype(payload)).eps / 2
-        return mismatch(got, converted) or mismatch(got, expected_of(collective, sent, rank), rtol=rounding)
+        converted = [decode(encode(tensor, payload)) for tensor in sent]
+        return mismatch(got, expected_of(collective, converted, rank)) or mismatch(
+            got, expected_of(collective, sent, rank), rtol=torch.finfo(torch_dtype(payload)).eps / 2
+        )
 
     return Workload(runs[part], check=check, counters=lambda: {"sent_bytes": sum(t.nbytes for t in encoded)})
 

@@ -157,8 +157,8 @@ def _weights(text: str, ranks: int) -> list[int]:
 def apportion(weights: Sequence[int], total: int) -> list[int]:
     """Divides `total` in proportion to the weights, by the method of largest remainders. The sum is exact."""
     parts = [divmod(weight * total, sum(weights)) for weight in weights]
-    missing = total - sum(quotient for quotient, _ in parts)
-    rounded_up = set(sorted(range(len(parts)), key=lambda i: (-parts[i][1], i))[:missing])
+    by_remainder = sorted(range(len(parts)), key=lambda i: (-parts[i][1], i))
+    rounded_up = {*by_remainder[: total - sum(quotient for quotient, _ in parts)]}
     return [quotient + (i in rounded_up) for i, (quotient, _) in enumerate(parts)]
 
 
@@ -178,8 +178,10 @@ def read_counts(path: Path) -> dict[tuple[int, int], int]:
     if (
         lines and all(map(_NUMBER.fullmatch, lines[0])) and {*map(len, lines)} == {len(lines)}
     ):  # a square matrix
-        cells = itertools.product(range(len(lines)), repeat=2)
-        lines = [HEADER, *([str(source), str(rank), lines[source][rank]] for source, rank in cells)]
+        lines = [
+            HEADER,
+            *([str(source), str(rank), c] for source, row in enumerate(lines) for rank, c in enumerate(row)),
+        ]
     header, *rows = lines or [[]]
     bad = [row for row in rows if len(row) != len(HEADER) or not all(map(_NUMBER.fullmatch, row))]
     if bad or [cell.strip().lower() for cell in header] != HEADER:

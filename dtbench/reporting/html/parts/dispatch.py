@@ -61,8 +61,12 @@ def fill(section: ReportSection, material: Material) -> None:
     elif cases:
         section.add(_op_table("Every op: time per call, not cached", cases, folded=True))
     section.add(*answer_tables(material.sources.runs, "dispatch"))
-    results = [r for run in material.sources.runs for r in run.results if r.suite == "dispatch"]
-    section.notes += [f"{line[0].upper()}{line[1:]}." for line in describe_host_time(results)]
+    section.notes += [
+        f"{line[0].upper()}{line[1:]}."
+        for line in describe_host_time(
+            [r for run in material.sources.runs for r in run.results if r.suite == "dispatch"]
+        )
+    ]
     if busy and cached:
         section.add(
             _op_table("Cached calls while the GPU executes earlier kernels, as in a training step", busy)
