@@ -52,7 +52,8 @@ SLOW = {
     "dtbench/tests/test_gate_runs.py::test_arms_load_apart*": "three of them",
     "dtbench/tests/test_gate_runs.py::test_benchmark_that_kills_a_launch*": "three of them",
     "dtbench/tests/test_gate_runs.py::test_an_interpreter_that_cannot*": "one of them",
-    "dtbench/tests/gpu/test_gpu.py::test_pair_is_rehearsed*": "two ranks that import torch, three times",
+    "dtbench/tests/gpu/test_gpu.py::test_checks_of_two_ranks*": "two ranks that import torch, per check",
+    "dtbench/tests/gpu/test_gpu.py::test_pair_tells*": "two ranks that import torch, twice",
     "dtbench/tests/gpu/test_gpu.py::test_a_killed_check*": "a step that imports torch and is killed",
     "core/tests/*[gloo*": "real gloo ranks, where simulated ones run the same program",
 }

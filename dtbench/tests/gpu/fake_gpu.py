@@ -43,7 +43,7 @@ class FakeGpus:
 
     def done_ns(self) -> float:
         """Returns when all work so far will be done, on the host's clock."""
-        return max(self.now_ns(), self._busy_until_ns)
+        return float(max(self.now_ns(), self._busy_until_ns))
 
     def wait_for(self, ns: float) -> None:
         if self.now_ns() < ns:

@@ -99,7 +99,7 @@ def op_and_bucket(bench: Bench) -> Found:
     same = partial(torch.testing.assert_close, rtol=0, atol=0)
     sent = torch.randn(1024, device=bench.device)
     with simulated_world(bench.device) as world:
-        x = dtbench_core.DTensor.from_local(sent, world.mesh, [dtbench_core.Shard(0)], run_check=False)
+        x: Any = dtbench_core.DTensor.from_local(sent, world.mesh, [dtbench_core.Shard(0)], run_check=False)
         same((x + x).to_local(), sent + sent)
     reduced: list[torch.Tensor] = []
     with world_of_one(bench.device) as (world, _):
@@ -206,7 +206,7 @@ def odd_shard(bench: Bench) -> Found:
     us = dict[str, float]()
     with simulated_world(bench.device) as world:
         group = world.mesh.get_group(0)
-        _, even = packing.made(number, count, torch.float32, world.device)
+        _, even = packing.make_gradients(number, count, torch.float32, world.device)
         odd = [torch.ones(group.size(), device=world.device), *even]
         for impl in ("core", "core_held"):
             for name, gradients in (("even", even), ("odd", odd)):
@@ -253,7 +253,7 @@ def moves_of(size: int) -> Callable[[Bench], Found]:
                 us = statistics.median(bench.behind_us(bench.gpus.captured(without_sending(step, source))))
                 shares[name] = copy_us / us
         got = {"MiB": nbytes / MIB, "copy_GBps": 2 * nbytes / copy_us / 1e3, **shares}
-        return got, f"at least {MOVED_SHARE:.0%} of the copy", min(shares.values()) >= MOVED_SHARE
+        return {**got}, f"at least {MOVED_SHARE:.0%} of the copy", min(shares.values()) >= MOVED_SHARE
 
     check.__name__ = f"moves_{MOVE_BYTES[size] // MIB}MiB"
     return check
@@ -271,8 +271,7 @@ def without_sending(step: Exchange, memory: torch.Tensor) -> Run:
         return memory.view(-1)[: torch.Size(wanted).numel()].view(tuple(wanted))
 
     def run() -> None:
-        names = ("gathered", "reduce_scattered", "exchanged")
-        with mock.patch.multiple(comm, **dict.fromkeys(names, received)):
+        with mock.patch.multiple(comm, gathered=received, reduce_scattered=received, exchanged=received):
             move(local)
 
     return run
@@ -309,7 +308,7 @@ def compiled_figures(bench: Bench, x: Any, want: torch.Tensor) -> dict[str, floa
     torch._dynamo.reset()
     function = compile_with(bench, chain)
     began = time.perf_counter()
-    result = function(x)
+    result: Any = function(x)
     bench.gpus.synchronize()
     compile_s = time.perf_counter() - began
     local = result if type(result) is torch.Tensor else result.to_local()
@@ -337,7 +336,7 @@ def captured(bench: Bench) -> Found:
             model = tensor_parallel.TransformerBlock(width, heads).to(bench.device)
             block = tensor_parallel.parallelize(impl, model, world.mesh)
             wanted = [x, *block.parameters()]
-            run = partial(tensor_parallel.one_pass, block, [x], wanted, torch.ones_like)
+            run = partial(tensor_parallel.run_pass, block, [x], wanted, torch.ones_like)
             got[f"{impl}_eager_us"] = bench.median_us(run, 2)
             try:
                 got[f"{impl}_replay_us"] = bench.median_us(bench.gpus.captured(run), 2)

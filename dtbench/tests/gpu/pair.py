@@ -85,7 +85,7 @@ def join(rank: int, store: str) -> Any:
     device = gpus().select(0)
     dist.init_process_group(
         os.environ["DTBENCH_TEST_BACKEND"],
-        store=dist.FileStore(store, RANKS),
+        store=dist.FileStore(store, RANKS),  # type: ignore[attr-defined]
         rank=rank,
         world_size=RANKS,
         device_id=device if device.type == "cuda" else None,

@@ -158,10 +158,20 @@ def test_pair_falls_back_and_records_what_worked(monkeypatch: pytest.MonkeyPatch
     assert (met, figures["debug"]) == ("yes", "INFO")
 
 
-def test_pair_is_rehearsed_on_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", pair.CHECKS)
+def test_checks_of_two_ranks_are_rehearsed_on_gloo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    for variable, value in (fake_gpu.ENVIRON | sharing.GLOO).items():
+        monkeypatch.setenv(variable, value)
+    assert pair.main(name, 60, tmp_path / "found.json") == 0
+    ((_, figures, *_),) = json.loads((tmp_path / "found.json").read_text())
+    assert figures and "failed" not in figures
+
+
+def test_pair_tells_how_ranks_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (fake_gpu.ENVIRON | sharing.GLOO).items():
         monkeypatch.setenv(name, value)
-    assert pair.main("pair", 60, tmp_path / "pair.json") == 0
     # The first rank to fail ends the other, and either may be the first.
     with pytest.raises(pair.RanksFailedError, match=r"rank [01]: exit 1"):
         pair.start_ranks("no such check", {}, 60, tmp_path)
@@ -208,6 +218,16 @@ def test_the_instruments_are_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert instruments.main("all", Path("all.json")) == 5  # what fails is told, and the others are kept
     limits, failed, flush = json.loads(Path("all.json").read_text())
     assert limits[1]["copy_GBps"] > 0 and flush[3] == "" and failed[1]["failed"].startswith("IndexError:")
+
+
+@pytest.mark.parametrize("group", instruments.GROUPS)
+def test_each_instrument_is_rehearsed(monkeypatch: pytest.MonkeyPatch, group: str) -> None:
+    """So that what a GPU is to measure still runs after a change elsewhere."""
+    monkeypatch.setenv(device.REHEARSAL, fake_gpu.__file__)
+    monkeypatch.setattr(instruments, "TRIES", 2)
+    assert instruments.main(group, Path("found.json")) == 0
+    names = [name for name, *_ in json.loads(Path("found.json").read_text())]
+    assert names == [check.__name__ for check in instruments.GROUPS[group]]
 
 
 @pytest.mark.parametrize("size", [0, 2])
