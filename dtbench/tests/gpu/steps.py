@@ -139,6 +139,8 @@ def steps_of(rehearse: bool) -> list[Step]:
         Step("profile", 20, 50, f"{profile} {two} -o {{out}}/profile", pair=True),
         # 1: it found the extra work of head, by time alone; 3: too few launches, in a rehearsal.
         Step("gate", 45, 60, gate, good=(0, 1, 3) if rehearse else (1,)),
+        # What jobs send and keep: sharded groups, narrower dtypes, unequal parts.
+        suite("pair-jobs", 30, 55, f"fsdp payload expert_parallel --quick {two}", pair=True),
         # ---- `REPEATED` ----
         # Used if two NCCL ranks do not work.
         Step("profile-gloo", 20, 50, f"{profile} {gloo} -o {{out}}/profile-gloo"),
@@ -160,5 +162,5 @@ def steps_of(rehearse: bool) -> list[Step]:
         suite("two-ranks-more", 75, 90, f"tensor_parallel collectives --quick {gloo}"),
         # A page holds runs of one setup. The first loads matplotlib and pandas from the disk.
         report("one-rank", 25, "dispatch-grad", "packing", "dispatch", "nccl"),
-        report("two-ranks", 15, "pair-parallel", "pair-compile"),
+        report("two-ranks", 15, "pair-parallel", "pair-compile", "pair-jobs"),
     ]
