@@ -25,7 +25,7 @@ from core.tests.op_case import DEVICE_ONLY, Shapes, index_for
 from core.tests.op_cases import OPS
 from core.tests.placing import assert_like_plain
 from core.tests.torch_version import BEFORE_213, needs_213
-from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from dtbench_core import DTensor, Partial, Placement, Replicate, Shard, clear_caches, distribute_tensor
 from dtbench_core.dispatch import entry, rank_check
 from dtbench_core.layout.mesh import MeshInfo, mesh_info
 from dtbench_core.layout.placement import REPLICATE
@@ -119,6 +119,33 @@ def _run_op(name: str, mesh_shape: tuple[int, ...], uneven: bool, limit: int) ->
 def test_op_equals_plain_torch(ranks: ThreadWorlds, name: str) -> None:
     ranks(_run_op, name, MESH_OF[name], True, 3)
     ranks(_run_op, name, (2,), False, 2, world_size=2)
+
+
+def _solve_of_batches(op: Any) -> None:
+    """Solves three systems on four ranks, of which the last has none."""
+    clear_caches()
+    matrices = torch.tensor([[4.0, 1.0], [1.0, 2.0]]).expand(3, 2, 2)
+    factor = torch.linalg.lu_factor if op is torch.linalg.lu_solve else torch.linalg.ldl_factor
+    full = [*factor(matrices), torch.ones(3, 2, 1)]
+    sharded = [distribute_tensor(t, mesh_of((4,)), [Shard(0)], src_data_rank=None) for t in full]
+    torch.testing.assert_close(op(*sharded).full_tensor(), op(*full))
+
+
+@pytest.mark.parametrize("op", [torch.linalg.lu_solve, torch.linalg.ldl_solve])
+def test_made_up_pivots_count_from_one(ranks: ThreadWorlds, monkeypatch: pytest.MonkeyPatch, op: Any) -> None:
+    """LAPACK does not check pivots: with 0 it reads and writes outside the matrix."""
+    tried: list[torch.Tensor] = []
+
+    def checked(call: Any, strategy: Any, tensors: Any, expected: Any) -> Any:
+        pivots = [t for t in tensors if not t.is_floating_point() and not t.is_meta]
+        assert all((p > 0).all() for p in pivots)
+        tried.extend(pivots)
+        return run(call, strategy, tensors, expected)
+
+    run = rank_check._run
+    monkeypatch.setattr(rank_check, "_run", checked)
+    ranks(_solve_of_batches, op)
+    assert tried
 
 
 # One or two of each family, for other kinds of ranks: these are the same for all.

@@ -134,7 +134,9 @@ def refusal_of_others(
         ]
         _run(call, strategy, tensors, expected)
 
-    return _refusal(attempt)
+    # LAPACK counts pivots from 1 and does not check them: 0 is outside the matrix.
+    has_pivots = any("pivots" in argument.name for argument in call.op._schema.arguments)
+    return _refusal(attempt, (1,) if has_pivots else (0, 1))
 
 
 def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None:
@@ -154,14 +156,14 @@ def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None
     return _refusal(attempt)
 
 
-def _refusal(attempt: Callable[[int], None]) -> Exception | None:
-    """Returns the error that `attempt` raises for tensors of zeros and for tensors of ones, or None.
+def _refusal(attempt: Callable[[int], None], fill_values: Sequence[int] = (0, 1)) -> Exception | None:
+    """Returns the error that `attempt` raises for tensors of each of these values, or None.
 
     Some ops reject one of these values: zero as a divisor, or one as an index into a dim of length 1. Errors about the
     values of a matrix do not count.
     """
     refusal: Exception | None = None
-    for fill_value in (0, 1):
+    for fill_value in fill_values:
         try:
             attempt(fill_value)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
