@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from core.tests.torch_version import BEFORE_213
 from dtbench.engine.rank_votes import simulated_world
 from dtbench.records.result import Result
 from dtbench.records.suite_answers import StepGrowth
@@ -302,7 +303,8 @@ def test_steps_equal_those_of_plain_torch_and_keep_nothing(
     workload = build_program(steps_in_a_row(form), place, FORWARD, quick=True)
     assert workload.check is not None and workload.counters is not None
     (found,) = step_growths([Result("dispatch", "steps", impl, {}, "ok", counters=workload.counters())])
-    assert (found.verdict, found.steps) == ("flat", 80)
+    leaks = impl == "torch" and BEFORE_213  # torch 2.11 keeps the specs of each step
+    assert (found.verdict.split()[0], found.steps) == ("leak" if leaks else "flat", 80)
     assert workload.check() is None
     steps = itertools.count()
     right = torch.optim.AdamW.step
