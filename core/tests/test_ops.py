@@ -487,14 +487,14 @@ def test_rows_of_gpu_ops_give_each_rank_its_shard(mesh: MeshInfo) -> None:
 
 
 # Op of (data, weight, bias, running mean, running var). Without running statistics where torch without CUDA would write
-# to them.
+# to them. The layer norm of CUDA refuses parameters of another dtype than the data's.
 NORMS: dict[str, Callable[..., Any]] = {
     "native, training": lambda x, w, b, *_: aten.native_batch_norm(x, w, b, None, None, True, 0.1, 1e-5),
     "native": lambda *given: aten.native_batch_norm(*given, False, 0.1, 1e-5),
     "legit": lambda x, w, b, *_: aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5),
     "no training": lambda *given: aten._native_batch_norm_legit_no_training(*given, 0.1, 1e-5),
     "cudnn": lambda x, w, b, *_: aten.cudnn_batch_norm(x, w, b, None, None, True, 0.1, 1e-5),
-    "layer_norm": lambda x, w, *_: aten.native_layer_norm(x, w.shape, w, w, 1e-5),
+    "layer_norm": lambda x, w, *_: aten.native_layer_norm(x, w.shape, *2 * [w.to(x.dtype)], 1e-5),
     "rms_norm": lambda x, w, *_: aten._fused_rms_norm(x, w.shape, w, 1e-5),
 }
 
