@@ -152,6 +152,39 @@ def test_profile_delay_reaches_the_recorder_and_the_page(
     assert delays == [(3, 0.0025)]
 
 
+def test_model_and_layout_are_checked_before_the_command_runs(
+    dtbench: Cli, read: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(_command: Sequence[str], folder: Path, **_options: Any) -> Any:
+        return SimpleNamespace(exit_code=0, traces=(folder / "rank0.json.gz",), notes=())
+
+    def profile(model: str, layout: str) -> tuple[int, str, str]:
+        words = ("profile", "-o", "job", "--model", model, "--layout", layout)
+        return dtbench(*words, "--", "python", "x.py")
+
+    monkeypatch.setattr("dtbench.traces.profile_job.record", record)
+    for model, layout, message in (
+        ("lama", "tp=2", "--model lama: unknown model"),
+        ("llama-8b", "tp=two", "--layout 'tp=two', expected NAME=COUNT"),
+    ):
+        code, _, err = profile(model, layout)
+        assert code == 2 and message in err and err.count("\n") == 1 and not Path("job").exists()
+    # The number of ranks is known after the command only, and what it recorded is kept.
+    code, _, err = profile("llama-8b", "tp=3")
+    assert code == 2 and "has 6 ranks, expected the job's" in err
+    assert msgspec.json.decode(Path("job/job.json").read_bytes(), type=Job).ranks
+
+
+def test_bytes_per_step_are_not_compared_where_a_trace_has_no_steps(dtbench: Cli) -> None:
+    job = made_up_jobs.job()
+    ranks = tuple(msgspec.structs.replace(rank, steps=0, steps_source="", each_step=()) for rank in job.ranks)
+    Path("job").mkdir()
+    Path("job/job.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(job, ranks=ranks)))
+    code, out, err = dtbench("profile", "job", "--model", "llama-8b", "--layout", "tp=8")
+    assert code == 2 and not out and err.count("\n") == 1
+    assert "--model compares bytes per step, and the traces show no steps: call profiler.step()" in err
+
+
 def text_of(job: Job, analysis: JobAnalysis = NO_ANALYSIS) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         print_job(job, analysis)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec import json, structs, to_builtins
 
-from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError, UsageError
+from dtbench.errors import EXIT_CASE_FAILED, EXIT_OK, DtbenchError
 from dtbench.file_kinds import JOB_FILE, is_profile, kind_of
 from dtbench.records.atomic import check_output_path, replace_file
 from dtbench.records.job import Job, JobAnalysis
@@ -83,15 +83,15 @@ def profile_job(request: JobRequest) -> JobProfile:
         folder = Path(time.strftime("profile-%Y%m%dT%H%M%SZ", time.gmtime()))
     if folder:
         check_output_path(folder, "remove it")
+    if request.model_and_layout:  # a mistake in them ends before the command runs
+        from dtbench.cost.plan.training import find_model
+        from dtbench.traces.required_volume import compare_volumes, read_layout
+
+        find_model(request.model_and_layout[0])
+        read_layout(request.model_and_layout[1])
     code, job = _record(request, folder) if request.command and folder else (EXIT_OK, job_in(request.paths))
     analysis = analyze(job, request.topology, bases)
-    if request.model_and_layout and job.lacks_times:
-        raise UsageError(
-            "--model compares bytes per step, and logs of NCCL's inspector show no steps: give traces"
-        )
     if request.model_and_layout:
-        from dtbench.traces.required_volume import compare_volumes
-
         analysis = structs.replace(analysis, volumes=tuple(compare_volumes(job, *request.model_and_layout)))
     if folder:
         folder.mkdir(exist_ok=True)
@@ -153,4 +153,7 @@ def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
         error.exit_code = recording.exit_code or EXIT_CASE_FAILED
         raise error
     job = read_job(recording.traces, folder.name, request.command)
-    return recording.exit_code, structs.replace(job, notes=(*recording.notes, *job.notes))
+    job = structs.replace(job, notes=(*recording.notes, *job.notes))
+    folder.mkdir(exist_ok=True)
+    replace_file(folder / JOB_FILE, json.encode(job))  # kept even if comparing it fails
+    return recording.exit_code, job

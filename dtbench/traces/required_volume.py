@@ -23,22 +23,36 @@ _DATA_DIMS = {"dp", "fsdp"}
 _KEYS = ("tp", "cp", "ep", "dp", "fsdp", "batch", "sequence", "micro_batch")
 
 
+def read_layout(layout: str) -> dict[str, int]:
+    """Returns the counts of a layout such as "tp=2,fsdp=4,batch=8".
+
+    Raises:
+        UsageError: the layout is malformed.
+    """
+    items = [item for item in re.split(r"[,\s]+", layout) if item]
+    if not items or not all(re.fullmatch(rf"({'|'.join(_KEYS)})=[1-9]\d{{0,8}}", item) for item in items):
+        raise UsageError(f"--layout {layout!r}, expected NAME=COUNT, ... with the names {', '.join(_KEYS)}")
+    return {name: int(count) for name, count in (item.split("=") for item in items)}
+
+
 def compare_volumes(job: Job, model: str, layout: str) -> Iterator[VolumeComparison]:
     """Yields a comparison for each mesh dim over which the layout communicates.
 
     Args:
         job: the job.
         model: a model as `plan --model` accepts it.
-        layout: e.g. "tp=2,fsdp=4,batch=8". batch is the number of sequences per step on all ranks; the default is one
-            for each rank that reads its own data.
+        layout: see `read_layout`. batch is the number of sequences per step on all ranks; the default is one for each
+            rank that reads its own data.
 
     Raises:
-        UsageError: the layout is malformed, or does not have the job's number of ranks.
+        UsageError: the job has no steps, or the layout is malformed or does not have the job's number of ranks.
     """
-    items = [item for item in re.split(r"[,\s]+", layout) if item]
-    if not items or not all(re.fullmatch(rf"({'|'.join(_KEYS)})=[1-9]\d{{0,8}}", item) for item in items):
-        raise UsageError(f"--layout {layout!r}, expected NAME=COUNT, ... with the names {', '.join(_KEYS)}")
-    counts = {name: int(count) for name, count in (item.split("=") for item in items)}
+    if not job.ranks[0].steps:
+        cause = "the traces show no steps: call profiler.step(), or wrap each step in record_function"
+        if job.lacks_times:
+            cause = "logs of NCCL's inspector show no steps: give traces"
+        raise UsageError(f"--model compares bytes per step, and {cause}")
+    counts = read_layout(layout)
     tp, cp, ep = (counts.get(dim, 1) for dim in ("tp", "cp", "ep"))
     dp = counts.get("dp", job.world_size // (tp * cp))
     fsdp, micro_batch = counts.get("fsdp", 1), counts.get("micro_batch", 1)
@@ -58,9 +72,7 @@ def compare_volumes(job: Job, model: str, layout: str) -> Iterator[VolumeCompari
     )
     for dim, required_bytes in required.items():
         calls = calls_by_dim.get(dim, [])
-        measured_bytes = sum((call.bytes or 0) * call.calls_in_steps for call in calls) / max(
-            job.ranks[0].steps, 1
-        )
+        measured_bytes = sum((call.bytes or 0) * call.calls_in_steps for call in calls) / job.ranks[0].steps
         yield VolumeComparison(
             mesh_dim=dim,
             measured_bytes=measured_bytes,
