@@ -164,7 +164,8 @@ def _json(path: Path) -> dict[str, Any]:
         return {"topology": read_topology(path)}
     if not isinstance(kind, str) or kind not in _JSON:
         raise UnreadableRunError(
-            f"{path} is of the kind {abbreviate(kind)}, which a report cannot show: expected {KINDS}"
+            f"{path} {f'is of the kind {abbreviate(kind)}' if 'kind' in data else 'names no kind of file'}, and a "
+            f"report cannot show it: expected {KINDS}"
         )
     struct, noun, field_of = _JSON[kind]
     try:
