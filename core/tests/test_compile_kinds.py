@@ -141,7 +141,7 @@ def _in_pieces() -> Pairs:
 
 @pytest.mark.parametrize(
     "programs",
-    [_alone_without_a_part, _other_sizes, _asking_for_values, _in_pieces],
+    [_alone_without_a_part, _other_sizes, _asking_for_values, pytest.param(_in_pieces, marks=mesh_in_graphs)],
 )
 def test_ranks_compile_the_same_program(ranks: ThreadWorlds, programs: Callable[[], Pairs]) -> None:
     assert_close(ranks(programs, world_size=2))

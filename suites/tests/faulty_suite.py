@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor
-from torch.distributed import _functional_collectives as functional
 
 import dtbench_core
 from dtbench.suite import Case, RunOptions, Workload
@@ -23,6 +22,7 @@ from dtbench_suites import (
     bucketer_reference,
     collectives,
     embedding,
+    expert_parallel,
     overlap,
     payload,
     tensor_parallel,
@@ -68,7 +68,7 @@ def spoiled_result(right: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spoiled_tensor(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the collective with a fault in the tensor that it returns."""
+    """Returns the function with a fault in the tensor that it returns."""
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = right(*args, **kwargs).clone()
@@ -117,8 +117,7 @@ def faults() -> list[Fault]:
     outputs += [(comm, "reduce_scatter"), (overlap, "use")]
     return [
         *((owner, name, spoiled_output) for owner, name in outputs),
-        (comm, "exchanged", spoiled_tensor),
-        (functional, "all_to_all_single", spoiled_tensor),
+        (expert_parallel, "wait_for", spoiled_tensor),
         (dtbench_core.DTensor, "redistribute", spoiled_result),
         (torch.distributed.tensor.DTensor, "redistribute", spoiled_result),
         (tensor_parallel, "parallelize", spoiled_model),
@@ -155,7 +154,7 @@ SPOILED = {
     "bucketer": ("reduce_scatter_single", "reduce_scatter"),
     "tensor_parallel": ("parallelize",),
     "embedding": ("step_of",),
-    "expert_parallel": ("all_to_all_single", "exchanged"),
+    "expert_parallel": ("wait_for",),
     "overlap": ("use",),
     "payload": tuple(COLLECTIVES.split()),
 }

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.tests.torch_version import BEFORE_213
 from dtbench.engine.options import RunRequest
 from dtbench.engine.tasks import list_tasks
 from dtbench.records.result import Result
@@ -64,7 +65,8 @@ def test_run_measures_every_case_and_impl(results: tuple[Result, ...], quick: An
     listed = {task.key(impl, 0) for task in list_tasks(load(), options, CASES) for impl in task.impls}
     assert {suite.name for suite in load()} == {key[0] for key in listed}
     assert {r.key for r in results} == listed
-    assert [(r.suite, r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"] == []
+    not_ok = [(r.suite, r.name, r.impl, r.params, r.reason) for r in results if r.status != "ok"]
+    assert [r for r in not_ok if not (BEFORE_213 and r[4].endswith("before torch 2.13"))] == []
     assert quick[1].returncode == 0
 
 
