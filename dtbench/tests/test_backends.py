@@ -63,8 +63,9 @@ def test_other_names_are_refused(text: str, message: str) -> None:
     ],
 )
 def test_backend_follows_the_device_unless_given(
-    device: str, chosen: str, backend: str, name: str, library: str
+    monkeypatch: pytest.MonkeyPatch, device: str, chosen: str, backend: str, name: str, library: str
 ) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")  # from torch 2.15 on, nccl means nccl2 without it
     assert resolve_backend(device, chosen) == backend
     assert (torch_name(backend), library_of(backend)) == (name, library)
 
