@@ -76,7 +76,7 @@ def next_commands(run: Run) -> list[str]:
     commands = [f"dtbench show {path}" + ("  # with the reasons of failures" if has_failures else "")]
     if any(r.params.get("groups") == "together" for r in run.collectives()):
         commands.append(f"dtbench calibrate {path} -o {path.with_suffix('.topology.json')}")
-    if run.ok("bucketer"):
+    elif run.ok("bucketer"):
         commands.append(f"dtbench calibrate {path}")
     commands.append(f"dtbench report {path} -o {path.with_suffix('.html')}")
     return [f"{'next:' if not number else '     '} {command}" for number, command in enumerate(commands)]

@@ -142,6 +142,9 @@ def test_findings_of_more_ranks_than_cores_are_marked_unreliable() -> None:
         "      dtbench calibrate a.jsonl -o a.topology.json",
         "      dtbench report a.jsonl -o a.html",
     ]
+    buckets = [timed("bucketer", "reduce_scatter", impl, 1e-3, size=4096) for impl in ("core", "reference")]
+    both = made_up.run([*sums, *buckets], "a.jsonl")
+    assert [line for line in next_commands(both) if "calibrate" in line] == next_commands(quiet)[1:2]
     sure, doubts, doubted = findings(made_up.run([*sums, *steps], machine={"cpu": {"usable_cores": 1}}))
     assert sure == fast and doubts.startswith("unreliable (2 ranks share 1 core, ") and doubted == f"  {slow}"
 
