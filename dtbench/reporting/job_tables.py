@@ -131,8 +131,8 @@ def _table(title: str, job: Job, heads: str, rows: Sequence[Sequence[str]]) -> T
         for i, head in enumerate(heads.split(","))
     }
     filled = [(head, column) for head, column in columns.items() if {*column} != {MISSING}]
-    whole = "all calls in the logs" if job.lacks_times else "whole trace"
-    per = "per step" if all(rank.steps for rank in job.ranks) else whole
+    all_calls = "all calls in the logs" if job.lacks_times else "whole trace"
+    per = "per step" if all(rank.steps for rank in job.ranks) else all_calls
     return Table(
         f"{title}, {per}", [TableColumn(head.lstrip(">"), column, head[0] == ">") for head, column in filled]
     )

@@ -90,6 +90,8 @@ def test_profile_command_keeps_its_options_and_exit_code(
 
     def record(command: Sequence[str], folder: Path, **options: Any) -> Any:
         calls.append((list(command), options))
+        if not code:
+            (folder / "rank0.json.gz").touch()
         return SimpleNamespace(
             exit_code=code, traces=(folder / "rank0.json.gz",) * (not code), notes=("A note.",)
         )
@@ -145,6 +147,7 @@ def test_profile_delay_reaches_the_recorder_and_the_page(
 
     def record(_command: Sequence[str], folder: Path, *, delay: Any, **_options: Any) -> Any:
         delays.append(delay)
+        (folder / "rank0.json.gz").touch()
         return SimpleNamespace(exit_code=0, traces=(folder / "rank0.json.gz",), notes=())
 
     monkeypatch.setattr("dtbench.traces.profile_job.record", record)
@@ -156,6 +159,7 @@ def test_model_and_layout_are_checked_before_the_command_runs(
     dtbench: Cli, read: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def record(_command: Sequence[str], folder: Path, **_options: Any) -> Any:
+        (folder / "rank0.json.gz").touch()
         return SimpleNamespace(exit_code=0, traces=(folder / "rank0.json.gz",), notes=())
 
     def profile(model: str, layout: str) -> tuple[int, str, str]:

@@ -36,7 +36,7 @@ from dtbench.cost.plan.training import (
 )
 from dtbench.errors import DtbenchError, UnreadableRunError, UsageError
 from dtbench.records.job import Collective, Job, RankJob
-from dtbench.traces.required_volume import compare_volumes
+from dtbench.traces.required_volume import compare_volumes, read_layout
 
 GPT = measured_steps.gpt(hidden=1024, layers=8, heads=16)
 LLAMA = built_in_models()["llama-8b"]
@@ -383,13 +383,13 @@ def test_job_is_compared_with_the_required_volume() -> None:
         best_s=1.0,
     )
     job = Job(world_size=8, ranks=(RankJob(rank=0, steps=3),), collectives=(call,))
-    tp, dp = compare_volumes(job, "llama-8b", "tp=2 batch=4, sequence=2048")
+    tp, dp = compare_volumes(job, LLAMA, read_layout("tp=2 batch=4, sequence=2048"))
     assert (tp.mesh_dim, tp.measured_bytes) == ("tp", 0)
     assert dp.ratio == pytest.approx(2) and dp.dtypes == ("float32",)
     assert re.fullmatch(r"dp transfers .* a step \(float32\), 2.00x the .* that the layout requires", str(dp))
     for layout, message in (("tp=2;", "expected NAME=COUNT"), ("tp=3", "has 6 ranks, expected the job's 8")):
         with pytest.raises(UsageError, match=message):
-            list(compare_volumes(job, "llama-8b", layout))
+            list(compare_volumes(job, LLAMA, read_layout(layout)))
 
 
 @pytest.mark.parametrize("name", built_in())

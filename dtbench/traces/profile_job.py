@@ -87,15 +87,15 @@ def profile_job(request: JobRequest) -> JobProfile:
         from dtbench.cost.plan.training import find_model
         from dtbench.traces.required_volume import compare_volumes, read_layout
 
-        find_model(request.model_and_layout[0])
-        read_layout(request.model_and_layout[1])
+        model, layout = find_model(request.model_and_layout[0]), read_layout(request.model_and_layout[1])
     code, job = _record(request, folder) if request.command and folder else (EXIT_OK, job_in(request.paths))
     analysis = analyze(job, request.topology, bases)
     if request.model_and_layout:
-        analysis = structs.replace(analysis, volumes=tuple(compare_volumes(job, *request.model_and_layout)))
-    if folder:
-        folder.mkdir(exist_ok=True)
+        analysis = structs.replace(analysis, volumes=tuple(compare_volumes(job, model, layout)))
+    if folder and not request.command:
+        folder.mkdir()
         replace_file(folder / JOB_FILE, json.encode(job))
+    if folder:
         replace_file(folder / "table.txt", job_text(job, analysis).encode("utf-8", "replace"))
     return JobProfile(job, analysis, folder, code or analysis.exit_code)
 
@@ -130,7 +130,7 @@ def job_text(job: Job, analysis: JobAnalysis) -> str:
 
 
 def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
-    """Runs and records the command. Returns its exit code and the job that its traces show."""
+    """Runs and records the command, and writes the job that its traces show. Returns its exit code and the job."""
     folder.mkdir()
     stdout = os.dup(1)
     if request.redirect_stdout:
@@ -154,6 +154,5 @@ def _record(request: JobRequest, folder: Path) -> tuple[int, Job]:
         raise error
     job = read_job(recording.traces, folder.name, request.command)
     job = structs.replace(job, notes=(*recording.notes, *job.notes))
-    folder.mkdir(exist_ok=True)
     replace_file(folder / JOB_FILE, json.encode(job))  # kept even if comparing it fails
     return recording.exit_code, job

@@ -1,11 +1,11 @@
 """Compares the bytes of a job's collectives with the bytes that `dtbench plan` predicts for its layout."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dtbench.cost.plan.machines import find_machine
 from dtbench.cost.plan.step import bytes_per_step
-from dtbench.cost.plan.training import TrainingJob, TrainingLayout, find_model
+from dtbench.cost.plan.training import TrainingJob, TrainingLayout, TransformerModel
 from dtbench.errors import UsageError
 from dtbench.grouping import group_by
 from dtbench.records.job import Job, VolumeComparison
@@ -35,35 +35,36 @@ def read_layout(layout: str) -> dict[str, int]:
     return {name: int(count) for name, count in (item.split("=") for item in items)}
 
 
-def compare_volumes(job: Job, model: str, layout: str) -> Iterator[VolumeComparison]:
+def compare_volumes(
+    job: Job, model: TransformerModel, layout: Mapping[str, int]
+) -> Iterator[VolumeComparison]:
     """Yields a comparison for each mesh dim over which the layout communicates.
 
     Args:
         job: the job.
-        model: a model as `plan --model` accepts it.
-        layout: see `read_layout`. batch is the number of sequences per step on all ranks; the default is one for each
-            rank that reads its own data.
+        model: the model that the job trains.
+        layout: the counts of `read_layout`. batch is the number of sequences per step on all ranks; the default is one
+            for each rank that reads its own data.
 
     Raises:
-        UsageError: the job has no steps, or the layout is malformed or does not have the job's number of ranks.
+        UsageError: the job has no steps, or the layout does not have the job's number of ranks.
     """
     if not job.ranks[0].steps:
         cause = "the traces show no steps: call profiler.step(), or wrap each step in record_function"
         if job.lacks_times:
             cause = "logs of NCCL's inspector show no steps: give traces"
         raise UsageError(f"--model compares bytes per step, and {cause}")
-    counts = read_layout(layout)
-    tp, cp, ep = (counts.get(dim, 1) for dim in ("tp", "cp", "ep"))
-    dp = counts.get("dp", job.world_size // (tp * cp))
-    fsdp, micro_batch = counts.get("fsdp", 1), counts.get("micro_batch", 1)
+    tp, cp, ep = (layout.get(dim, 1) for dim in ("tp", "cp", "ep"))
+    dp = layout.get("dp", job.world_size // (tp * cp))
+    fsdp, micro_batch = layout.get("fsdp", 1), layout.get("micro_batch", 1)
     training_layout = TrainingLayout(pp=1, dp=dp, fsdp=fsdp, micro_batch=micro_batch, tp=tp, cp=cp, ep=ep)
     if training_layout.ranks != job.world_size or training_layout.copies % fsdp:
         raise UsageError(
-            f"--layout {layout!r} has {training_layout.ranks} ranks, expected the job's {job.world_size} and an fsdp "
-            "that divides dp x cp"
+            f"--layout {','.join(f'{name}={count}' for name, count in layout.items())} has {training_layout.ranks} "
+            f"ranks, expected the job's {job.world_size} and an fsdp that divides dp x cp"
         )
     training = TrainingJob(
-        find_model(model), job.world_size, counts.get("batch", dp * micro_batch), counts.get("sequence", 4096)
+        model, job.world_size, layout.get("batch", dp * micro_batch), layout.get("sequence", 4096)
     )
     required = bytes_per_step(training, training_layout, find_machine("h100-8x"))
     calls_by_dim = group_by(

@@ -136,7 +136,7 @@ def refusal_of_others(
 
     # LAPACK counts pivots from 1 and does not check them: 0 is outside the matrix.
     has_pivots = any("pivots" in argument.name for argument in call.op._schema.arguments)
-    return _refusal(attempt, (1,) if has_pivots else (0, 1))
+    return _refusal(attempt, (1,)) if has_pivots else _refusal(attempt)
 
 
 def refusal_of_numbers(op: Call, args: Args, kwargs: Kwargs) -> Exception | None:
