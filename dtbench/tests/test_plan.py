@@ -387,7 +387,11 @@ def test_job_is_compared_with_the_required_volume() -> None:
     assert (tp.mesh_dim, tp.measured_bytes) == ("tp", 0)
     assert dp.ratio == pytest.approx(2) and dp.dtypes == ("float32",)
     assert re.fullmatch(r"dp transfers .* a step \(float32\), 2.00x the .* that the layout requires", str(dp))
-    for layout, message in (("tp=2;", "expected NAME=COUNT"), ("tp=3", "has 6 ranks, expected the job's 8")):
+    for layout, message in (
+        ("tp=2;", "expected NAME=COUNT"),
+        ("tp=3", "has 6 ranks, expected the job's 8"),
+        ("tp=16", "has 16 ranks, expected the job's 8"),
+    ):
         with pytest.raises(UsageError, match=message):
             list(compare_volumes(job, LLAMA, read_layout(layout)))
 

@@ -55,7 +55,7 @@ def compare_volumes(
             cause = "logs of NCCL's inspector show no steps: give traces"
         raise UsageError(f"--model compares bytes per step, and {cause}")
     tp, cp, ep = (layout.get(dim, 1) for dim in ("tp", "cp", "ep"))
-    dp = layout.get("dp", job.world_size // (tp * cp))
+    dp = layout.get("dp", max(1, job.world_size // (tp * cp)))
     fsdp, micro_batch = layout.get("fsdp", 1), layout.get("micro_batch", 1)
     training_layout = TrainingLayout(pp=1, dp=dp, fsdp=fsdp, micro_batch=micro_batch, tp=tp, cp=cp, ep=ep)
     if training_layout.ranks != job.world_size or training_layout.copies % fsdp:
